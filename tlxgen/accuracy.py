@@ -1,0 +1,70 @@
+"""Whether a kernel's result may be believed.
+
+The bound is not a tolerance somebody chose: it is what the library's own kernel does in the same dtype on the same
+inputs, times a margin. The norm catches errors that are everywhere, the largest element those that are in one place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+#: How much worse than the library's own error a result may be. Another order of summation alone moves the norm by a
+#: few percent and the largest error by less than twice.
+NORM_MARGIN = 2.0
+MAX_MARGIN = 4.0
+
+#: Where the library is exact (integers, sums of two), the rounding of the output dtype still allows this much of it.
+EXACT_MARGIN = 1.0
+
+
+@dataclass(frozen=True)
+class Error:
+    """Distance of a result from the reference: relative Frobenius norm, and largest element over the reference's largest."""
+
+    norm: float
+    largest: float
+
+
+def error(result: torch.Tensor, reference: torch.Tensor) -> Error:
+    """How far `result` is from `reference` (float64), over the elements that are finite in both."""
+    import torch
+
+    difference = result.double() - reference
+    finite = torch.isfinite(difference)
+    difference = torch.where(finite, difference, 0.0)
+    known = torch.where(torch.isfinite(reference), reference, 0.0)
+    norm, largest = known.norm().item(), known.abs().max().item() if known.numel() else 0.0
+    return Error(
+        norm=difference.norm().item() / norm if norm else difference.norm().item(),
+        largest=difference.abs().max().item() / largest if largest else 0.0,
+    )
+
+
+def why_wrong(result: torch.Tensor, reference: torch.Tensor, library: torch.Tensor) -> str | None:
+    """Why `result` is wrong, or None: infinities and NaNs where the reference has others, or too large an error.
+
+    Args:
+        result: what the kernel wrote, over an output that was filled with NaN.
+        reference: the result in float64, rounded to nothing.
+        library: the peer's result in the output dtype, which sets the bound.
+    """
+    import torch
+
+    expected = reference.to(result.dtype)  # values beyond the dtype's range become infinities there too
+    for name, kind in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
+        wrong = int((kind(result) != kind(expected)).sum())
+        if wrong:
+            return f"{wrong} of {result.numel()} elements are {name} or not, unlike the reference"
+    found, bound = error(result, reference), error(library, reference)
+    rounding = error(expected, reference)
+    norm_bound = max(NORM_MARGIN * bound.norm, EXACT_MARGIN * rounding.norm)
+    largest_bound = max(MAX_MARGIN * bound.largest, MAX_MARGIN * rounding.largest)
+    if found.norm > norm_bound:
+        return f"relative error {found.norm:.2e} exceeds {norm_bound:.2e} (the library's own is {bound.norm:.2e})"
+    if found.largest > largest_bound:
+        return f"largest error {found.largest:.2e} exceeds {largest_bound:.2e} (the library's own is {bound.largest:.2e})"
+    return None

@@ -1,0 +1,118 @@
+"""KernelSource → Binary, for a GPU that need not be there.
+
+The signature, attributes and options come from Triton's own binder, given the very arguments that a launch builds, so
+the first launch finds the binary in Triton's cache and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tlxgen import facts, loader, ops, toolchain
+from tlxgen.emit import KernelSource, emit
+from tlxgen.errors import CompileError
+from tlxgen.facts import Facts
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled candidate: where it came from, what it is like, how long ptxas and its friends took."""
+
+    source: KernelSource
+    facts: Facts
+    seconds: float
+
+
+def compile_kernel(module: ModuleType, args: Sequence[Any], capability: tuple[int, int]) -> Any:
+    """The emitted module's kernel, compiled for these arguments; Triton's `CompiledKernel`.
+
+    Tensors may live on the `meta` device: only their dtype and alignment matter.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+    backend = make_backend(target)
+    kernel = module.kernel
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*args, **module.OPTIONS)
+    options, signature, constants, attributes = kernel._pack_args(
+        backend, dict(module.OPTIONS), bound, specialization, options
+    )
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+def compile_candidate(source: KernelSource, capability: tuple[int, int]) -> Binary:
+    """Compiles an emitted kernel for contiguous, aligned operands and reads its facts.
+
+    Raises:
+        CompileError: with the class of the failure.
+    """
+    started = time.perf_counter()
+    operator = ops.get(source.operator)
+    module = loader.load(source)
+    inputs = operator.inputs(source.problem, "meta", 0)
+    output = operator.output(source.problem, inputs)
+    _, args = operator.arguments(module, inputs, output, num_sms=1)
+    kernel, log = _compile_and_log(module, args, capability)
+    found = facts.read(kernel.asm["cubin"], kernel.asm["ttgir"], kernel.metadata.shared, log)
+    reason = facts.why_rejected(
+        found, wants_setmaxnreg="registers=" in source.text, wants_wgmma="async_dot" in source.text
+    )
+    if reason:
+        raise CompileError("rejected", reason)
+    return Binary(source, found, time.perf_counter() - started)
+
+
+def _compile_and_log(module: ModuleType, args: Sequence[Any], capability: tuple[int, int]) -> tuple[Any, str]:
+    """The kernel and what ptxas printed with `-v`; asked again where the kernel came from the cache."""
+    from triton import knobs
+
+    printed = io.StringIO()
+    before = knobs.nvidia.dump_ptxas_log
+    knobs.nvidia.dump_ptxas_log = True
+    try:
+        with contextlib.redirect_stdout(printed):
+            kernel = compile_kernel(module, args, capability)
+    except Exception as error:
+        raise _classified(error) from error
+    finally:
+        knobs.nvidia.dump_ptxas_log = before
+    log = printed.getvalue()
+    return kernel, log if "registers" in log else _ptxas_log(kernel.asm["ptx"], capability)
+
+
+def _ptxas_log(ptx: str, capability: tuple[int, int]) -> str:
+    suffix = "a" if capability[0] >= 9 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        arch = f"sm_{capability[0]}{capability[1]}{suffix}"
+        command = [str(toolchain.binary("ptxas")), "-lineinfo", "-v", "--regAllocOptLevel=2", f"--gpu-name={arch}"]
+        done = subprocess.run([*command, str(path), "-o", f"{path}.o"], capture_output=True, text=True, check=False)
+    return done.stderr
+
+
+def _classified(error: Exception) -> CompileError:
+    """Triton's many exception types as one, by the class that the tuner counts."""
+    name = type(error).__name__
+    lines = str(error).strip().splitlines() or [""]
+    telling = next((line for line in lines if "error" in line or "fatal" in line), lines[-1])
+    message = f"{name}: {telling.strip()}"[:500]
+    if name == "OutOfResources":
+        return CompileError("out_of_resources", message)
+    if name == "PTXASError":
+        return CompileError("ptxas", message)
+    return CompileError("compiler_error", message)

@@ -1,0 +1,41 @@
+"""How it is computed: one template with a value for each of its parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TypeAlias
+
+from pydantic import BaseModel, ConfigDict
+
+Value: TypeAlias = bool | int | str
+
+
+class Config(BaseModel):
+    """A template and its parameters, frozen and hashable by content.
+
+    >>> Config(template="vector_add_vanilla", params={"block": 1024}).short
+    'vector_add_vanilla block=1024'
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    template: str
+    params: dict[str, Value]
+
+    @property
+    def id(self) -> str:
+        """Sixteen hex digits that depend on the content alone: equal configs have equal ids in every process."""
+        canonical = json.dumps([self.template, self.params], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+    @property
+    def short(self) -> str:
+        """One line for people: the template and `name=value` pairs."""
+        return " ".join([self.template, *(f"{k}={v}" for k, v in self.params.items())])
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and other.id == self.id

@@ -1,0 +1,117 @@
+"""Constraints of search spaces: an expression that must hold, with its reason.
+
+The language is a small part of Python's: arithmetic, comparisons, `and`/`or`/`not`, `a if b else c`, `x in (1, 2)` and
+a few functions. What lies outside is refused when the expression is parsed; `simpleeval` evaluates the rest.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import simpleeval
+from pydantic import BaseModel, ConfigDict, Field, StrictStr, model_validator
+
+from tlxgen.errors import InvalidConfigError
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+#: Functions that expressions may call; `ceil_div(a, b)` is a / b rounded up.
+FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max, "ceil_div": _ceil_div}
+_OPERATORS = {
+    kind: simpleeval.DEFAULT_OPERATORS[kind]
+    for kind in (
+        *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.USub, ast.Not),
+        *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn),
+    )
+}
+_SYNTAX = (
+    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.And, ast.Or, ast.Compare, ast.IfExp, ast.Call),
+    *(ast.Name, ast.Load, ast.Constant, ast.Tuple, ast.List),
+)
+
+
+class Constraint(BaseModel):
+    """An expression that must hold, and the reason why."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=True)
+
+    require: StrictStr = Field(min_length=1)
+    why: StrictStr = Field(min_length=1)
+
+    @cached_property
+    def expression(self) -> ast.expr:
+        """The parsed expression: parsed once, evaluated for many configs."""
+        return _parse(self.require)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names it reads."""
+        nodes = [node for node in ast.walk(self.expression) if isinstance(node, ast.Name)]
+        return frozenset(node.id for node in nodes) - FUNCTIONS.keys()
+
+    def shown(self, values: Mapping[str, Any]) -> str:
+        """The values that it reads, as `name=value` pairs."""
+        return ", ".join(f"{name}={values[name]}" for name in sorted(self.names)) or "no variables"
+
+    @model_validator(mode="after")
+    def _parses(self) -> Constraint:
+        _ = self.expression  # a malformed one is refused when the file is read
+        return self
+
+
+def _parse(text: str) -> ast.expr:
+    """The syntax tree of an expression.
+
+    Raises:
+        ValueError: it is no expression, or uses more than the language of constraints.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"{text!r} is not an expression: {error.msg}") from None
+    for node in ast.walk(tree):
+        known = not isinstance(node, ast.Call) or (
+            isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords
+        )
+        if not known or not (isinstance(node, _SYNTAX) or type(node) in _OPERATORS):
+            allowed = f"arithmetic, comparisons, and/or/not, if-else, `in` and {', '.join(sorted(FUNCTIONS))}"
+            raise ValueError(f"{text!r} uses {type(node).__name__}; constraints are made of {allowed}")
+    return tree
+
+
+class Evaluator:
+    """Evaluates the constraints of one template. Not to be shared between threads.
+
+    Args:
+        template: named in error messages.
+    """
+
+    def __init__(self, template: str) -> None:
+        self._template = template
+        # Compound types are what `x in (64, 128)` takes.
+        self._eval: Any = simpleeval.EvalWithCompoundTypes(operators=_OPERATORS, functions=FUNCTIONS.copy())
+
+    def first_violated(self, constraints: Sequence[Constraint], values: dict[str, Any]) -> Constraint | None:
+        """The first constraint that does not hold, or None.
+
+        Raises:
+            InvalidConfigError: an expression has no value, such as a division by zero.
+        """
+        self._eval.names = values
+        for constraint in constraints:
+            try:
+                holds = self._eval.eval(constraint.require, previously_parsed=constraint.expression)
+            except (ArithmeticError, TypeError, ValueError, simpleeval.InvalidExpression) as error:
+                raise InvalidConfigError(
+                    f"search space {self._template}: {constraint.require!r} has no value at "
+                    f"{constraint.shown(values)}: {error}; guard it with `... if ... else ...`"
+                ) from error
+            if not holds:
+                return constraint
+        return None

@@ -1,0 +1,130 @@
+"""What is known of each GPU: plain facts, no behaviour.
+
+Rates are dense, at the boost clock, from the vendor's datasheets (H100, H200, H800 and H20 product briefs); bandwidths are
+the datasheet's. The analytic model scales them by efficiencies that were measured (`tlxgen.model`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tlxgen.errors import UnsupportedDeviceError
+from tlxgen.record import DeviceKey
+
+
+class Hopper:
+    """Limits of one sm_90 multiprocessor (CUDA C++ Programming Guide, technical specifications per compute capability)."""
+
+    SHARED_BYTES_PER_CTA = 232_448  # 227 KB
+    REGISTERS_PER_SM = 65_536
+    MAX_REGISTERS_PER_THREAD = 255
+    MAX_CTA_THREADS = 1024
+    NAMED_BARRIERS = 16
+    TMA_BOX_LIMIT = 256  # elements along one dimension of a TMA box
+    TMA_ALIGNMENT = 16  # bytes: base address, every outer stride, and extents that a store must not overrun
+    TMA_MAX_RANK = 5
+    WGMMA_M = 64
+    WARP_GROUP_THREADS = 128
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU model. Bandwidth in bytes/s, rates in FLOP/s, clock in Hz."""
+
+    slug: str
+    sm_count: int
+    capability: tuple[int, int]
+    clock: float
+    bandwidth: float
+    l2_bytes: int
+    rates: dict[str, float]
+
+    @property
+    def key(self) -> DeviceKey:
+        """The part of a cache key that names this GPU."""
+        return DeviceKey(gpu=self.slug, sm_count=self.sm_count, capability="{}.{}".format(*self.capability))
+
+
+_TERA = 1e12
+_MB = 1 << 20
+
+
+def _hopper(slug: str, sm_count: int, clock_mhz: int, tb_per_s: float, l2_mb: int, tflops_16bit: float) -> Gpu:
+    rates = {"bf16": tflops_16bit, "fp16": tflops_16bit, "fp32": tflops_16bit / 2}  # fp32 through TF32
+    return Gpu(
+        slug=slug,
+        sm_count=sm_count,
+        capability=(9, 0),
+        clock=clock_mhz * 1e6,
+        bandwidth=tb_per_s * _TERA,
+        l2_bytes=l2_mb * _MB,
+        rates={name: rate * _TERA for name, rate in rates.items()},
+    )
+
+
+#: Names that `--target` takes.
+TARGETS: dict[str, Gpu] = {
+    gpu.slug: gpu
+    for gpu in (
+        _hopper("h100", 132, 1830, 3.35, 50, 989.4),
+        _hopper("h100-pcie", 114, 1755, 2.0, 50, 756.0),
+        _hopper("h100-nvl", 132, 1785, 3.9, 50, 835.5),
+        _hopper("h200", 132, 1830, 4.8, 50, 989.4),
+        _hopper("h200-nvl", 132, 1785, 4.8, 50, 835.5),
+        _hopper("gh200", 132, 1830, 4.0, 50, 989.4),
+        _hopper("h800", 132, 1830, 3.35, 50, 989.4),
+        _hopper("h20", 78, 1980, 4.0, 60, 148.0),
+    )
+}
+
+
+def slug_of(name: str) -> str:
+    """The slug of a marketing name as the driver reports it.
+
+    >>> slug_of("NVIDIA H100 80GB HBM3"), slug_of("NVIDIA H200"), slug_of("NVIDIA H100 PCIe")
+    ('h100', 'h200', 'h100-pcie')
+    >>> slug_of("NVIDIA A100-SXM4-80GB")
+    'a100-sxm4'
+    """
+    text = name.lower().removeprefix("nvidia").strip()
+    text = re.sub(r"\b\d+\s*gb\b|\bhbm\w*\b|(?<=-)\d+gb\b", " ", text)
+    return re.sub(r"[^a-z0-9]+", "-", text).strip("-") or "unknown"
+
+
+def target(name: str) -> Gpu:
+    """The GPU that `--target NAME` means.
+
+    Raises:
+        UnsupportedDeviceError: no such target.
+    """
+    try:
+        return TARGETS[name.lower()]
+    except KeyError:
+        known = ", ".join(sorted(TARGETS))
+        raise UnsupportedDeviceError(f"target {name!r} is not known; use one of {known}") from None
+
+
+def detect(index: int | None = None) -> Gpu | None:
+    """The CUDA GPU of this process (the current one, or `index`), or None where there is none.
+
+    A model missing from `TARGETS` takes the rates of the nearest Hopper part scaled by its SM count; those feed the
+    analytic ranking only, never a stored number.
+    """
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip:
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    slug = slug_of(properties.name)
+    known = TARGETS.get(slug, TARGETS["h100"])
+    scale = properties.multi_processor_count / known.sm_count
+    return Gpu(
+        slug=slug,
+        sm_count=properties.multi_processor_count,
+        capability=(properties.major, properties.minor),
+        clock=known.clock,
+        bandwidth=known.bandwidth,
+        l2_bytes=properties.L2_cache_size,
+        rates={name: rate * scale for name, rate in known.rates.items()},
+    )

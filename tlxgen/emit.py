@@ -1,0 +1,131 @@
+"""Problem and Config → KernelSource: the text of one stand-alone kernel file.
+
+Same input, same bytes out. Templates see settled values only: whatever Python can decide is decided by the operator's
+`template_context`, and an undefined variable is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import tokenize
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from tlxgen import paths
+from tlxgen._version import __version__
+from tlxgen.config import Config
+from tlxgen.ops.base import Operator
+from tlxgen.problem import Problem
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """An emitted file: its text, and what it was emitted for."""
+
+    operator: str
+    problem: Problem
+    config: Config
+    text: str
+
+    @cached_property
+    def code_hash(self) -> str:
+        """Hash of the code without comments, docstrings and self-check.
+
+        Two sources with one hash compile to one kernel, so this says whether a stored measurement still speaks of
+        the kernel that would be emitted now. Editing a comment changes nothing; editing a template, a macro or a
+        helper of the generator does, as far as it reaches this kernel. Made of tokens, which every supported Python
+        reads alike (the dump of a syntax tree differs between versions).
+        """
+        skipped = _lines_without_effect(ast.parse(self.text))
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        code = (t.string for t in tokens if t.type not in _LAYOUT and t.start[0] not in skipped)
+        return hashlib.sha256("\0".join(code).encode()).hexdigest()[:32]
+
+    @property
+    def file_name(self) -> str:
+        """A name that no other text has, so that no two variants share a module or a stale byte-code file."""
+        digest = hashlib.sha256(self.text.encode()).hexdigest()[:16]
+        return f"{self.config.template}_{digest}.py"
+
+
+#: Tokens that say how the code is laid out, not what it does.
+_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+
+
+def _lines_without_effect(module: ast.Module) -> set[int]:
+    """Lines of docstrings, of the `check` function and of the script part."""
+    without_effect: list[ast.stmt] = []
+    for node in module.body:
+        if isinstance(node, ast.If) or (isinstance(node, ast.FunctionDef) and node.name == "check"):
+            without_effect.append(node)
+        elif isinstance(node, ast.Expr):
+            without_effect.append(node)
+        elif isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
+            without_effect.append(node.body[0])
+    return {line for node in without_effect for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+def emit(operator: Operator[Any], problem: Problem, config: Config) -> KernelSource:
+    """Renders the config's template for the problem.
+
+    Raises:
+        jinja2.TemplateError: the template is broken, which is a bug of the template, not of the config.
+    """
+    context = {
+        "problem": problem,
+        "config": config,
+        "config_line": " ".join(f"{name}={value}" for name, value in config.params.items()),
+        "template_hash": template_hash(config.template),
+        "version": __version__,
+        **config.params,
+        **operator.template_context(problem, config),
+    }
+    text = _environment(paths.TEMPLATES).get_template(f"{config.template}.py.j2").render(context)
+    return KernelSource(operator.name, problem, config, text)
+
+
+def template_hash(template: str, root: Path | None = None) -> str:
+    """Twelve hex digits over a template and everything that it includes or imports."""
+    environment = _environment(root or paths.TEMPLATES)
+    digest = hashlib.sha256()
+    for name in sorted(_closure(environment, f"{template}.py.j2")):
+        digest.update(name.encode() + b"\0" + _text(environment, name).encode() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def _closure(environment: jinja2.Environment, name: str) -> set[str]:
+    """A template's name and those of all that it refers to, directly or not."""
+    from jinja2 import meta
+
+    found: set[str] = set()
+    pending = [name]
+    while pending:
+        current = pending.pop()
+        if current not in found:
+            found.add(current)
+            references = meta.find_referenced_templates(environment.parse(_text(environment, current)))
+            pending += [reference for reference in references if reference]
+    return found
+
+
+def _text(environment: jinja2.Environment, name: str) -> str:
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
+
+
+@cache
+def _environment(root: Path) -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(root),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 - Python source, not HTML
+    )

@@ -1,0 +1,63 @@
+"""Every refusal of tlxgen is one of these classes.
+
+A message names the argument, the value, the rule it broke and the way out. The command line prints it as one line;
+`exit_code` says how the process ends (2: bad input, 1: a failed run).
+"""
+
+from __future__ import annotations
+
+
+class TlxgenError(Exception):
+    """Base of all errors that tlxgen raises on purpose."""
+
+    exit_code = 1
+
+
+class InvalidProblemError(TlxgenError, ValueError):
+    """A shape, dtype, layout or option that no kernel of the operator can serve."""
+
+    exit_code = 2
+
+
+class InvalidConfigError(TlxgenError, ValueError):
+    """A template or parameter that does not exist, or a value outside its search space."""
+
+    exit_code = 2
+
+
+class UnsupportedDeviceError(TlxgenError):
+    """The GPU, or its absence, rules the request out."""
+
+    exit_code = 2
+
+
+class ToolchainError(TlxgenError):
+    """The installed `triton` lacks TLX, or a tool that ships with it is missing."""
+
+
+class CompileError(TlxgenError):
+    """A candidate did not compile.
+
+    Attributes:
+        kind: one of `out_of_resources`, `ptxas`, `compiler_error`, `compiler_crash`, `timeout`, `rejected`.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class TuningError(TlxgenError):
+    """No candidate survived compilation, the accuracy gate and timing."""
+
+
+class CacheError(TlxgenError):
+    """The tuned-config database cannot be opened, read or written."""
+
+
+class NoKernelError(TlxgenError):
+    """`strict=True` and no tuned kernel exists for the problem."""
+
+
+class LaunchError(TlxgenError, ValueError):
+    """Tensors that do not fit the kernel they were given to."""

@@ -1,0 +1,70 @@
+"""KernelSource → imported module.
+
+`triton.jit` needs the function's source lines, so the text becomes a real file. Its name holds the hash of its bytes:
+two variants never share a module, and a file that is there already is the right one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from tlxgen import paths, toolchain
+from tlxgen.emit import KernelSource
+
+_LOCK = threading.Lock()
+
+
+def load(source: KernelSource, directory: Path | None = None) -> ModuleType:
+    """The emitted file as a module, imported at most once a process."""
+    name = "tlxgen_kernels." + source.file_name.removesuffix(".py")
+    with _LOCK:
+        module = sys.modules.get(name)
+        if module is None:
+            if "extra.tlx" in source.text:
+                toolchain.require_tlx()
+            path = write(source, directory)
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[name]
+                raise
+        return module
+
+
+def write(source: KernelSource, directory: Path | None = None) -> Path:
+    """Writes the file where it can: `directory`, the user's cache, or a temporary folder of this process."""
+    for folder in (directory or paths.kernel_dir(), _temporary_dir()):
+        path = folder / source.file_name
+        try:
+            if path.is_file() and path.read_text(encoding="utf-8") == source.text:
+                return path
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_atomically(path, source.text)
+        except OSError:
+            continue
+        return path
+    raise OSError(f"no folder can be written: neither {directory or paths.kernel_dir()} nor {_temporary_dir()}")
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """So that another process never imports half a file."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
+@cache
+def _temporary_dir() -> Path:
+    return Path(tempfile.gettempdir()) / f"tlxgen-{os.getuid()}-{os.getpid()}"

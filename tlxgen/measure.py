@@ -1,0 +1,309 @@
+"""Checking and timing on the GPU: the jobs of the child process that owns the card.
+
+Protocol (`PROTOCOL` names its version; times of different versions are not compared):
+
+- Input sets are rotated so that what a launch reads is not in L2 from the launch before.
+- Each candidate is a CUDA graph of several launches; an event pair around one replay gives one sample, so host time is
+  not in it.
+- A round replays every candidate and the peer once; the order is reversed each round, so that a card that slows down
+  slows them alike. A dummy stands first and last: what is timed next to a synchronisation reads 2 to 19 % slow.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tlxgen import accuracy, devices, loader, ops
+from tlxgen.devices import Gpu
+from tlxgen.emit import KernelSource
+from tlxgen.problem import Problem
+
+if TYPE_CHECKING:
+    import torch
+
+PROTOCOL = "graph-1"
+
+#: The peer among the names of one measurement.
+PEER = "peer"
+
+_SAMPLE_US = 400.0  # one replay takes at least this long, so that the events' resolution (0.5 us) does not matter
+_MAX_LAUNCHES = 96
+_REPEATS = 4  # launches whose results must agree bit by bit
+_GUARD = 4096  # elements before and after the output that nobody may touch
+_GUARD_VALUE = 7.0
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What the card and the peer are like."""
+
+    gpu: Gpu
+    versions: dict[str, str]
+    peer_error: float
+    peer_us: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the accuracy gate found: `status` is `ok` or a `TrialStatus` of failure."""
+
+    status: str
+    message: str = ""
+    error: float | None = None
+    launch_us: float | None = None  #: one rough look, to size the graph
+
+
+@dataclass
+class _Candidate:
+    """A kernel that passed the gate, with its arguments for every input set."""
+
+    launcher: Any
+    calls: list[tuple[tuple[int, int, int], tuple[Any, ...]]]
+    launch_us: float
+    graph: Any = None
+    launches: int = 0
+
+
+@dataclass
+class _Session:
+    """The state that the jobs of one child share."""
+
+    operator: Any
+    problem: Problem
+    sets: list[tuple[dict[str, Any], Any]]
+    reference: Any
+    library: Any
+    guarded: Any
+    num_sms: int
+    capability: tuple[int, int]
+    candidates: dict[str, _Candidate] = field(default_factory=dict)
+
+
+_session: _Session | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Makes inputs, reference and peer; the first job of a child."""
+
+    operator: str
+    problem: Problem
+    seed: int
+
+    def __call__(self) -> DeviceReport:
+        """The card's report."""
+        import torch
+
+        global _session  # noqa: PLW0603 - jobs of one process share the card
+        operator = ops.get(self.operator)
+        gpu = devices.detect()
+        assert gpu is not None
+        torch.backends.cuda.matmul.allow_tf32 = True  # the peer of an fp32 problem, which is computed through TF32
+        per_set = operator.bytes_moved(self.problem)
+        count = max(2, min(_MAX_LAUNCHES, math.ceil(3 * gpu.l2_bytes / per_set)))
+        sets = []
+        for i in range(count):
+            inputs = operator.inputs(self.problem, "cuda", self.seed + i)
+            sets.append((inputs, operator.output(self.problem, inputs)))
+        inputs, output = sets[0]
+        guarded = torch.full((output.numel() + 2 * _GUARD,), _GUARD_VALUE, dtype=output.dtype, device="cuda")
+        library = operator.eager(self.problem, inputs, torch.empty_like(output)).clone()
+        reference = operator.reference(self.problem, inputs)
+        _session = _Session(
+            operator, self.problem, sets, reference, library, guarded, gpu.sm_count, gpu.capability
+        )
+        peer_us = _rough_us(lambda: operator.eager(self.problem, inputs, output))
+        _session.candidates[PEER] = _Candidate(None, [], peer_us)
+        versions = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "driver": _driver_version()}
+        return DeviceReport(gpu, versions, accuracy.error(library, reference).norm, peer_us)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Runs one candidate for the first time and decides whether it may be timed."""
+
+    name: str
+    source: KernelSource
+
+    def __call__(self) -> Verdict:
+        """The verdict; a candidate that passes is known by its name from now on."""
+        import torch
+
+        session = _current()
+        try:
+            candidate = _load(session, self.source)
+            results = [_run_once(session, candidate) for _ in range(_REPEATS)]
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a driver or launcher says, the candidate did not run
+            _raise_if_poisoned(error)
+            return Verdict("launch_failed", f"{type(error).__name__}: {error}"[:500])
+        for result in results:
+            reason = accuracy.why_wrong(result, session.reference, session.library)
+            if reason:
+                return Verdict("wrong_result", reason)
+        if not _guards_intact(session):
+            return Verdict("wrong_result", "memory before or after the output was overwritten")
+        if not all(torch.equal(results[0], result) for result in results[1:]):
+            return Verdict("unstable_result", "launches on the same inputs gave different results: a race")
+        candidate.launch_us = _rough_us(lambda: _launch(candidate, 0))
+        session.candidates[self.name] = candidate
+        found = accuracy.error(results[0], session.reference)
+        return Verdict("ok", error=found.norm, launch_us=candidate.launch_us)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Times candidates that passed the gate, and the peer, in turn."""
+
+    names: tuple[str, ...]
+    rounds: int
+
+    def __call__(self) -> dict[str, list[float]]:
+        """Microseconds of one launch, one value a round, for each name and for `PEER`."""
+        import torch
+
+        session = _current()
+        names = [PEER, *self.names]
+        names = names[1 : len(names) // 2 + 1] + [PEER] + names[len(names) // 2 + 1 :]  # the peer in the middle
+        for name in names:
+            _capture(session, session.candidates[name])
+        dummy = session.candidates[PEER]
+        samples: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(self.rounds + 1):
+            order = names if turn % 2 else names[::-1]
+            events = {}
+            dummy.graph.replay()
+            for name in order:
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                session.candidates[name].graph.replay()
+                stop.record()
+                events[name] = (start, stop)
+            dummy.graph.replay()
+            torch.cuda.synchronize()
+            if turn == 0:
+                continue  # warm-up: instruction caches, clocks
+            for name, (start, stop) in events.items():
+                samples[name].append(start.elapsed_time(stop) * 1e3 / session.candidates[name].launches)
+        return samples
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Drops the graphs of candidates that will not be timed again."""
+
+    names: tuple[str, ...]
+
+    def __call__(self) -> None:
+        """Forgets them."""
+        for name in self.names:
+            candidate = _current().candidates.get(name)
+            if candidate is not None:
+                candidate.graph = None
+
+
+def _current() -> _Session:
+    assert _session is not None, "Setup must be the first job"
+    return _session
+
+
+def _load(session: _Session, source: KernelSource) -> _Candidate:
+    from tlxgen.launch import Launcher, SlimDescriptor
+
+    module = loader.load(source)
+    make = session.operator.arguments
+    _, args = make(module, *session.sets[0], num_sms=session.num_sms)
+    launcher = Launcher(module, args, session.capability)
+    slim = {"descriptor": SlimDescriptor} if launcher.slim else {}
+    calls = [make(module, inputs, output, num_sms=session.num_sms, **slim) for inputs, output in session.sets]
+    guarded = make(module, session.sets[0][0], _guarded_output(session), num_sms=session.num_sms, **slim)
+    return _Candidate(launcher, [*calls, guarded], 0.0)
+
+
+def _guarded_output(session: _Session) -> torch.Tensor:
+    output: torch.Tensor = session.sets[0][1]
+    inside: torch.Tensor = session.guarded[_GUARD : _GUARD + output.numel()]
+    return inside.view(output.shape)
+
+
+def _guards_intact(session: _Session) -> bool:
+    guarded = session.guarded
+    return bool((guarded[:_GUARD] == _GUARD_VALUE).all() and (guarded[-_GUARD:] == _GUARD_VALUE).all())
+
+
+def _run_once(session: _Session, candidate: _Candidate) -> torch.Tensor:
+    """The result on set 0, written over NaN between guards."""
+    import torch
+
+    output = _guarded_output(session)
+    output.fill_(float("nan"))
+    _launch(candidate, -1)
+    torch.cuda.synchronize()
+    return output.clone()
+
+
+def _launch(candidate: _Candidate, index: int) -> None:
+    import torch
+
+    grid, args = candidate.calls[index]
+    candidate.launcher(grid, torch.cuda.current_stream().cuda_stream, args)
+
+
+def _rough_us(call: Any) -> float:
+    """A first look at one call's time; the host's own time may be in it."""
+    import torch
+
+    call()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(3):
+        call()
+    stop.record()
+    torch.cuda.synchronize()
+    return max(1.0, start.elapsed_time(stop) * 1e3 / 3)
+
+
+def _capture(session: _Session, candidate: _Candidate) -> None:
+    """A graph of launches over rotating input sets."""
+    import torch
+
+    if candidate.graph is not None:
+        return
+    sets = session.sets
+    # A small kernel's rough look is mostly host time, so the number of sets sets the least number of launches.
+    candidate.launches = max(2, min(_MAX_LAUNCHES, max(len(sets), math.ceil(_SAMPLE_US / candidate.launch_us))))
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(candidate.launches):
+            if candidate.launcher is None:
+                session.operator.eager(session.problem, *sets[i % len(sets)])
+            else:
+                _launch(candidate, i % len(sets))
+    candidate.graph = graph
+
+
+def _raise_if_poisoned(error: Exception) -> None:
+    """After an illegal access every later call in the process fails: end the process, so that the next one is clean."""
+    import os
+
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # noqa: BLE001 - any failure here means the context is gone
+        print(f"{type(error).__name__}: {error}", flush=True)
+        os._exit(3)
+
+
+def _driver_version() -> str:
+    import subprocess
+
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return ""

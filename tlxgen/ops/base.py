@@ -1,0 +1,110 @@
+"""What an operator is: a Problem, a reference, a roofline and a list of templates.
+
+Adding one takes a module in this package with a subclass of `Operator`, its templates and their search spaces.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from tlxgen.config import Config, Value
+from tlxgen.problem import Problem
+
+if TYPE_CHECKING:
+    import torch
+
+P = TypeVar("P", bound=Problem)
+
+#: Tensors of one call by parameter name, in the order of the emitted `launch`.
+Tensors = dict[str, "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one CTA of a config takes, by formula."""
+
+    shared_bytes: int  #: tiles, staging, barriers and the compiler's slack: an upper bound within 2 KB
+    mbarriers: int
+    threads: int
+    accumulator_registers: int  #: per thread of a consumer
+
+
+class Operator(ABC, Generic[P]):
+    """One operation that tlxgen has templates for."""
+
+    name: ClassVar[str]
+    #: Templates that compete, best first for people to read; the last is vanilla Triton.
+    templates: ClassVar[tuple[str, ...]]
+    #: The library that computes the same, timed beside every candidate.
+    peer: ClassVar[str]
+    #: Name of the output among the parameters of the emitted `arguments` and `launch`.
+    output_name: ClassVar[str]
+    problem_type: type[P]
+
+    def arguments(
+        self, module: ModuleType, inputs: Tensors, output: torch.Tensor, *, num_sms: int, **options: Any
+    ) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
+        """Grid and kernel arguments of one call, made by the emitted module itself: there is no second copy to drift."""
+        tensors = {**inputs, self.output_name: output}
+        grid, args = module.arguments(**tensors, num_sms=num_sms, **options)
+        return grid, args
+
+    @abstractmethod
+    def problem(self, shape: P | Sequence[int] | Mapping[str, Any], **options: Any) -> P:
+        """The Problem that a shape and options mean.
+
+        Raises:
+            InvalidProblemError: naming the argument, its value and what is allowed.
+        """
+
+    @abstractmethod
+    def variables(self, problem: P) -> dict[str, Value]:
+        """Names that search-space constraints may use beside a config's parameters."""
+
+    @abstractmethod
+    def resources(self, problem: P, config: Config) -> Resources:
+        """Shared memory, barriers, threads and accumulator registers of one CTA."""
+
+    @abstractmethod
+    def template_context(self, problem: P, config: Config) -> dict[str, Any]:
+        """Everything the template needs that Python can settle before rendering."""
+
+    @abstractmethod
+    def flops(self, problem: P) -> float:
+        """Floating-point operations of one call."""
+
+    @abstractmethod
+    def bytes_moved(self, problem: P) -> float:
+        """Bytes of one call if every operand crosses device memory once."""
+
+    @abstractmethod
+    def predict_us(self, problem: P, config: Config, gpu: Any) -> float:
+        """Analytic time of a config on a GPU, in microseconds: good for ranking, never stored as measured."""
+
+    @abstractmethod
+    def inputs(self, problem: P, device: torch.device | str, seed: int) -> Tensors:
+        """Fresh random inputs (meta tensors for device `meta`), without the output."""
+
+    @abstractmethod
+    def output(self, problem: P, inputs: Tensors) -> torch.Tensor:
+        """An uninitialised output tensor on the inputs' device."""
+
+    @abstractmethod
+    def reference(self, problem: P, inputs: Tensors) -> torch.Tensor:
+        """The result in float64 (float32 where float64 would be too large), before rounding to the output dtype."""
+
+    @abstractmethod
+    def eager(self, problem: P, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+        """The peer: the same operation through torch, written to `out` where torch can."""
+
+    @abstractmethod
+    def check_call(self, problem: P, tensors: Tensors) -> str | None:
+        """Why these inputs are not the problem's (shape, dtype, a missing operand), or None if they are."""
+
+    @abstractmethod
+    def launchable(self, problem: P, config: Config, tensors: Tensors, out: torch.Tensor) -> str | None:
+        """Why these very tensors cannot go through the config's template (strides, alignment), or None if they can."""

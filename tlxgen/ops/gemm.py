@@ -1,0 +1,375 @@
+"""C = epilogue(A·B): matrix product with fused epilogues, bf16, fp16, and fp32 through TF32, accumulated in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tlxgen import model
+from tlxgen.config import Config, Value
+from tlxgen.devices import Gpu, Hopper
+from tlxgen.ops.base import Operator, Resources, Tensors
+from tlxgen.problem import ITEM_BYTES, DType, Problem, dtype_name, parse_problem, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+Layout = Literal["nn", "nt", "tn", "tt"]
+
+#: Parts of an epilogue in the order they are applied; at most one activation.
+EPILOGUE_PARTS = ("scale", "bias", "relu", "gelu", "silu", "residual")
+ACTIVATIONS = ("relu", "gelu", "silu")
+
+
+class GemmProblem(Problem):
+    """C (M, N) = epilogue(A (M, K) · B (K, N)).
+
+    `layout` says how A and B lie in memory, one letter each: `n` rows contiguous, `t` columns contiguous (stored
+    transposed). `nt` is what `nn.Linear` has: A (M, K) and a weight stored (N, K). C always has contiguous rows.
+    `epilogue` joins parts by `+` in the order scale, bias, relu | gelu | silu, residual; gelu is the exact (erf) form.
+    """
+
+    operator: ClassVar[str] = "gemm"
+    sizes: ClassVar[tuple[str, ...]] = ("M", "N", "K")
+
+    M: int = Field(ge=0, le=2**31 - 1)
+    N: int = Field(ge=0, le=2**31 - 1)
+    K: int = Field(ge=0, le=2**31 - 1)
+    dtype: DType = "bf16"
+    out_dtype: DType = "bf16"
+    layout: Layout = "nn"
+    epilogue: str = "none"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _output_like_input(cls, data: dict[str, Any]) -> dict[str, Any]:
+        data = dict(data)
+        if data.get("out_dtype") is None:
+            data["out_dtype"] = data.get("dtype", "bf16")
+        return data
+
+    @field_validator("dtype", "out_dtype", mode="before")
+    @classmethod
+    def _short_name(cls, value: Any) -> Any:
+        return dtype_name(value)
+
+    @field_validator("epilogue")
+    @classmethod
+    def _known_parts(cls, value: str) -> str:
+        parts = [] if value == "none" else value.split("+")
+        ordered = sorted(parts, key=lambda part: EPILOGUE_PARTS.index(part) if part in EPILOGUE_PARTS else 99)
+        activations = [part for part in parts if part in ACTIVATIONS]
+        if not set(parts) <= set(EPILOGUE_PARTS) or parts != ordered or len(parts) != len(set(parts)) or len(activations) > 1:
+            rule = "none, or parts joined by + in the order scale, bias, relu|gelu|silu, residual"
+            raise ValueError(f"epilogue {value!r} is not known; use {rule}")
+        return value
+
+    @property
+    def epilogue_parts(self) -> tuple[str, ...]:
+        """The epilogue's parts in order; empty for `none`."""
+        return () if self.epilogue == "none" else tuple(self.epilogue.split("+"))
+
+    @property
+    def a_transposed(self) -> bool:
+        """Whether A is stored (K, M)."""
+        return self.layout[0] == "t"
+
+    @property
+    def b_transposed(self) -> bool:
+        """Whether B is stored (N, K)."""
+        return self.layout[1] == "t"
+
+    @property
+    def label(self) -> str:
+        """As on the command line: `gemm 4096 4096 4096 bf16 nn`, with what differs from the defaults."""
+        words = ["gemm", self.M, self.N, self.K, self.dtype, self.layout]
+        words += [f"out={self.out_dtype}"] if self.out_dtype != self.dtype else []
+        words += [self.epilogue] if self.epilogue != "none" else []
+        return " ".join(map(str, words))
+
+
+class Gemm(Operator[GemmProblem]):
+    """The GEMM operator."""
+
+    name = "gemm"
+    templates = ("gemm_tma_pingpong", "gemm_tma_cooperative", "gemm_cp_async", "gemm_vanilla")
+    peer = "cublas"
+    output_name = "c"
+    problem_type = GemmProblem
+
+    def problem(self, shape: GemmProblem | Sequence[int] | Mapping[str, Any], **options: Any) -> GemmProblem:
+        """See `Operator.problem`."""
+        return parse_problem(GemmProblem, shape, options)
+
+    def variables(self, problem: GemmProblem) -> dict[str, Value]:
+        """See `Operator.variables`. Alignments are those of contiguous operands."""
+        rows = {
+            "a": problem.M if problem.a_transposed else problem.K,
+            "b": problem.K if problem.b_transposed else problem.N,
+            "c": problem.N,
+        }
+        in_bytes, out_bytes = ITEM_BYTES[problem.dtype], ITEM_BYTES[problem.out_dtype]
+        return {
+            **problem.model_dump(exclude={"epilogue"}),
+            "in_bytes": in_bytes,
+            "out_bytes": out_bytes,
+            "a_row_bytes": rows["a"] * in_bytes,
+            "b_row_bytes": rows["b"] * in_bytes,
+            "c_row_bytes": rows["c"] * out_bytes,
+            "a_copies": _copies(problem)[0],
+            "b_copies": _copies(problem)[1],
+            "both_k_major": problem.layout == "nt",
+        }
+
+    def resources(self, problem: GemmProblem, config: Config) -> Resources:
+        """See `Operator.resources`. Shared memory: ring, staging and barriers, plus the compiler's own state."""
+        p = {name: int(value) for name, value in config.params.items() if not isinstance(value, str)}
+        if "tma" in config.template:
+            return _tma_resources(problem, config, p)
+        return _pointer_resources(problem, config, p)
+
+    def template_context(self, problem: GemmProblem, config: Config) -> dict[str, Any]:
+        """See `Operator.template_context`."""
+        parts = problem.epilogue_parts
+        context: dict[str, Any] = {
+            "formula": _formula(parts),
+            "a_transposed": problem.a_transposed,
+            "b_transposed": problem.b_transposed,
+            "has_bias": "bias" in parts,
+            "has_residual": "residual" in parts,
+            "has_scale": "scale" in parts,
+            "activation": next((part for part in parts if part in ACTIVATIONS), "none"),
+            "in_name": problem.dtype,
+            "torch_in": str(torch_dtype(problem.dtype)).removeprefix("torch."),
+            "torch_out": str(torch_dtype(problem.out_dtype)).removeprefix("torch."),
+            "out_bytes": ITEM_BYTES[problem.out_dtype],
+            "tma": "tma" in config.template,
+            "hopper": config.template != "gemm_vanilla",
+        }
+        by_template = _tma_context if context["tma"] else _pointer_context
+        return context | by_template(problem, config)
+
+    def flops(self, problem: GemmProblem) -> float:
+        """Two operations for each product; the epilogue is not counted."""
+        return 2.0 * problem.M * problem.N * problem.K
+
+    def bytes_moved(self, problem: GemmProblem) -> float:
+        """A, B and the residual read once, C written once."""
+        m, n, k = problem.M, problem.N, problem.K
+        outputs = 2 if "residual" in problem.epilogue_parts else 1
+        return float((m * k + k * n) * ITEM_BYTES[problem.dtype] + outputs * m * n * ITEM_BYTES[problem.out_dtype])
+
+    def predict_us(self, problem: GemmProblem, config: Config, gpu: Gpu) -> float:
+        """See `tlxgen.model.gemm_us`."""
+        return model.gemm_us(problem, config, gpu, self.bytes_moved(problem))
+
+    def inputs(self, problem: GemmProblem, device: torch.device | str, seed: int) -> Tensors:
+        """A and B from a normal distribution, laid out as the problem says; bias, residual and scale if it has them."""
+        import torch
+
+        dtype, m, n, k = torch_dtype(problem.dtype), problem.M, problem.N, problem.K
+        generator = None
+        if torch.device(device).type != "meta":
+            generator = torch.Generator(device=device).manual_seed(seed)
+
+        def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
+
+        tensors: dict[str, Any] = {
+            "a": normal(k, m).T if problem.a_transposed else normal(m, k),
+            "b": normal(n, k).T if problem.b_transposed else normal(k, n),
+        }
+        parts = problem.epilogue_parts
+        if "bias" in parts:
+            tensors["bias"] = normal(n)
+        if "residual" in parts:
+            tensors["residual"] = normal(m, n, dtype=torch_dtype(problem.out_dtype))
+        if "scale" in parts:
+            tensors["scale"] = 0.5
+        return tensors
+
+    def output(self, problem: GemmProblem, inputs: Tensors) -> torch.Tensor:
+        """See `Operator.output`."""
+        return inputs["a"].new_empty((problem.M, problem.N), dtype=torch_dtype(problem.out_dtype))
+
+    def reference(self, problem: GemmProblem, inputs: Tensors) -> torch.Tensor:
+        """The result in float64."""
+        return _apply_epilogue(problem, inputs["a"].double() @ inputs["b"].double(), inputs)
+
+    def eager(self, problem: GemmProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
+        """cuBLAS through `torch.mm`, and what follows it in torch's own kernels; fp32 uses TF32 if torch is told to."""
+        import torch
+
+        same_dtype = problem.dtype == problem.out_dtype
+        if not problem.epilogue_parts and same_dtype:
+            return torch.mm(inputs["a"], inputs["b"], out=out)
+        if problem.epilogue_parts == ("bias",) and same_dtype:
+            return torch.addmm(inputs["bias"], inputs["a"], inputs["b"], out=out)
+        result = _apply_epilogue(problem, torch.mm(inputs["a"], inputs["b"]), inputs).to(torch_dtype(problem.out_dtype))
+        return result if out is None else out.copy_(result)
+
+    def check_call(self, problem: GemmProblem, tensors: Tensors) -> str | None:
+        """See `Operator.check_call`."""
+        shapes = {"a": (problem.M, problem.K), "b": (problem.K, problem.N)}
+        dtypes = {"a": problem.dtype, "b": problem.dtype}
+        if "bias" in problem.epilogue_parts:
+            shapes["bias"], dtypes["bias"] = (problem.N,), problem.dtype
+        if "residual" in problem.epilogue_parts:
+            shapes["residual"], dtypes["residual"] = (problem.M, problem.N), problem.out_dtype
+        for name, shape in shapes.items():
+            tensor = tensors.get(name)
+            if tensor is None:
+                return f"the epilogue {problem.epilogue!r} needs {name}"
+            if tuple(tensor.shape) != shape or tensor.dtype != torch_dtype(dtypes[name]):
+                found = f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+                return f"{name} has {found}; the kernel is for {shape} and {dtypes[name]}"
+        if "scale" in problem.epilogue_parts and "scale" not in tensors:
+            return f"the epilogue {problem.epilogue!r} needs scale, a float"
+        return None
+
+    def launchable(self, problem: GemmProblem, config: Config, tensors: Tensors, out: torch.Tensor) -> str | None:
+        """See `Operator.launchable`: unit strides as the layout says, and what TMA or cp.async ask of the others."""
+        operands = {"a": (tensors["a"], problem.a_transposed), "b": (tensors["b"], problem.b_transposed), "c": (out, False)}
+        if "residual" in tensors:
+            operands["residual"] = (tensors["residual"], False)
+        tma = "tma" in config.template
+        for name, (tensor, transposed) in operands.items():
+            inner, outer = (0, 1) if transposed else (1, 0)
+            item = tensor.element_size()
+            if tensor.stride(inner) != 1 and tensor.shape[inner] > 1:
+                return f"{name} has stride {tensor.stride(inner)} along dimension {inner}; the kernel reads unit strides"
+            if not tma:
+                continue
+            pitch = tensor.stride(outer) * item
+            if tensor.data_ptr() % Hopper.TMA_ALIGNMENT or pitch % Hopper.TMA_ALIGNMENT or pitch <= 0:
+                return f"{name} is not aligned for TMA: base address and row pitch ({pitch} bytes) must be multiples of 16"
+            if name == "c" and tensor.shape[1] * item % Hopper.TMA_ALIGNMENT:
+                return f"c has rows of {tensor.shape[1] * item} bytes; a TMA store writes whole 16 bytes and would overrun them"
+        if config.template == "gemm_cp_async":
+            return _cp_async_refusal(problem, operands)
+        return None
+
+
+#: The compiler's own shared memory: measured at 90 to 190 bytes beside the barriers, and alignment of the parts to 1 KB.
+_COMPILER_STATE = 1024
+
+#: Elements. Triton knows of an integer argument whether 16 divides it, and no more; only then can it prove the 4 bytes
+#: that cp.async moves at least. Other rows go through registers.
+_KNOWN_DIVISOR = 16
+
+
+def _copies(problem: GemmProblem) -> tuple[bool, bool]:
+    """Whether cp.async can bring A and B."""
+    a = problem.M if problem.a_transposed else problem.K
+    b = problem.K if problem.b_transposed else problem.N
+    return a % _KNOWN_DIVISOR == 0, b % _KNOWN_DIVISOR == 0
+
+
+def _tma_resources(problem: GemmProblem, config: Config, p: Mapping[str, int]) -> Resources:
+    """Ring, staging, barriers, and the scratch that the compiler takes for the epilogue's operands."""
+    pingpong = config.template == "gemm_tma_pingpong"
+    consumers = 2 if pingpong else p["consumers"]
+    rows = p["block_m"] if pingpong else p["block_m"] // consumers
+    columns = p["block_n"] // p["epilogue_subtiles"]
+    staging = rows * columns * ITEM_BYTES[problem.out_dtype]
+    residual = "residual" in problem.epilogue_parts
+    ring = p["num_stages"] * (p["block_m"] + p["block_n"]) * p["block_k"] * ITEM_BYTES[problem.dtype]
+    barriers = 2 * p["num_stages"] + (consumers if residual else 0)
+    scratch = staging if residual and rows > Hopper.WGMMA_M else 0  # two wgmma rows: the residual changes layout
+    scratch = max(scratch, 4 * columns if "bias" in problem.epilogue_parts else 0)
+    return Resources(
+        shared_bytes=ring + consumers * staging + scratch + 8 * barriers + _COMPILER_STATE,
+        mbarriers=barriers,
+        threads=(1 + consumers) * Hopper.WARP_GROUP_THREADS,
+        accumulator_registers=rows * p["block_n"] // Hopper.WARP_GROUP_THREADS,
+    )
+
+
+def _pointer_resources(problem: GemmProblem, config: Config, p: Mapping[str, int]) -> Resources:
+    """The ring, or the tile of C on its way out where that is larger."""
+    item = ITEM_BYTES[problem.dtype]
+    operands = (p["block_m"] * p["block_k"] * item, p["block_n"] * p["block_k"] * item)
+    piped = _copies(problem) if config.template == "gemm_vanilla" else (True, True)  # Triton keeps the others single
+    ring = sum(size * (p["num_stages"] if many else 1) for size, many in zip(operands, piped, strict=True))
+    threads = 32 * p["num_warps"]
+    if config.template == "gemm_vanilla":
+        ring = max(ring, p["block_m"] * p["block_n"] * ITEM_BYTES[problem.out_dtype])
+    return Resources(ring + _COMPILER_STATE, 0, threads, p["block_m"] * p["block_n"] // threads)
+
+
+def _cp_async_refusal(problem: GemmProblem, operands: Mapping[str, tuple[torch.Tensor, bool]]) -> str | None:
+    for name, copied in zip(("a", "b"), _copies(problem), strict=True):
+        tensor, transposed = operands[name]
+        pitch = tensor.stride(1 if transposed else 0)
+        if copied and (pitch % _KNOWN_DIVISOR or tensor.data_ptr() % Hopper.TMA_ALIGNMENT):
+            return f"{name} has rows {pitch} elements apart; this cp.async kernel wants a multiple of {_KNOWN_DIVISOR}"
+    return None
+
+
+def _formula(parts: Sequence[str]) -> str:
+    """The epilogue as a formula, such as `relu(A @ B + bias)`."""
+    text = "A @ B"
+    for part in parts:
+        if part == "scale":
+            text = f"scale * ({text})"
+        elif part in ACTIVATIONS:
+            text = f"{part}({text})"
+        else:
+            text = f"{text} + {part}"
+    return text
+
+
+def _apply_epilogue(problem: GemmProblem, x: torch.Tensor, inputs: Tensors) -> torch.Tensor:
+    """The epilogue in torch, in the dtype of `x`."""
+    import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+    for part in problem.epilogue_parts:
+        if part == "scale":
+            x = x * inputs["scale"]
+        elif part in ACTIVATIONS:
+            x = getattr(F, part)(x)
+        else:
+            x = x + inputs[part].to(x.dtype)
+    return x
+
+
+def _tma_context(problem: GemmProblem, config: Config) -> dict[str, Any]:
+    p = config.params
+    pingpong = config.template == "gemm_tma_pingpong"
+    consumers = 2 if pingpong else int(p["consumers"])
+    block_m, block_n, block_k = int(p["block_m"]), int(p["block_n"]), int(p["block_k"])
+    rows = block_m if pingpong else block_m // consumers
+    item = ITEM_BYTES[problem.dtype]
+    epilogue_n = block_n // int(p["epilogue_subtiles"])
+    return {
+        "consumers": consumers,
+        "a_parts": block_m // rows,
+        "wg_m": rows,
+        "epilogue_n": epilogue_n,
+        "registers": CONSUMER_REGISTERS[consumers],
+        "stage_bytes": (block_m + block_n) * block_k * item,
+        "stage_bytes_comment": f"({block_m} + {block_n}) x {block_k} elements of {item} bytes",
+        "staging_bytes": rows * epilogue_n * ITEM_BYTES[problem.out_dtype],
+        "tile_comment": "one consumer's tile of C, and one step along K" if pingpong else "one CTA's tile of C, and one step along K",
+        "turn_barriers": (9, 10),  # named barriers 0 to 7 belong to the compiler
+    }
+
+
+#: setmaxnreg of each consumer warp group, by their number: what 64 K registers leave beside a producer warp group that
+#: gives its own back. A single consumer already has the maximum.
+CONSUMER_REGISTERS: dict[int, int | None] = {1: None, 2: 240, 3: 160}
+
+
+def _pointer_context(problem: GemmProblem, config: Config) -> dict[str, Any]:
+    a_copies, b_copies = _copies(problem)
+    vanilla = config.template == "gemm_vanilla"
+    return {
+        "a_copies": a_copies,
+        "b_copies": b_copies,
+        "stages_comment": "depth of Triton's own software pipeline" if vanilla else "depth of the ring of A and B tiles",
+    }
+
+
+OPERATOR = Gemm()

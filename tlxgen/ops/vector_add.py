@@ -1,0 +1,128 @@
+"""out = x + y: the smallest operator, and the worked example of how one is added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from tlxgen import model
+from tlxgen.config import Config, Value
+from tlxgen.devices import Gpu, Hopper
+from tlxgen.ops.base import Operator, Resources, Tensors
+from tlxgen.problem import ITEM_BYTES, DType, Problem, dtype_name, parse_problem, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+
+class VectorAddProblem(Problem):
+    """out = x + y over vectors of n elements."""
+
+    operator: ClassVar[str] = "vector_add"
+    sizes: ClassVar[tuple[str, ...]] = ("n",)
+
+    n: int = Field(ge=0, le=2**40)
+    dtype: DType = "bf16"
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _short_name(cls, value: Any) -> Any:
+        return dtype_name(value)
+
+    @property
+    def label(self) -> str:
+        """As on the command line: `vector_add 1048576 bf16`."""
+        return f"vector_add {self.n} {self.dtype}"
+
+
+class VectorAdd(Operator[VectorAddProblem]):
+    """The vector_add operator."""
+
+    name = "vector_add"
+    templates = ("vector_add_tma", "vector_add_vanilla")
+    peer = "torch"
+    output_name = "out"
+    problem_type = VectorAddProblem
+
+    def problem(self, shape: VectorAddProblem | Sequence[int] | Mapping[str, Any], **options: Any) -> VectorAddProblem:
+        """See `Operator.problem`."""
+        return parse_problem(VectorAddProblem, shape, options)
+
+    def variables(self, problem: VectorAddProblem) -> dict[str, Value]:
+        """See `Operator.variables`."""
+        return {**problem.model_dump(), "item_bytes": ITEM_BYTES[problem.dtype]}
+
+    def resources(self, problem: VectorAddProblem, config: Config) -> Resources:
+        """See `Operator.resources`: the ring and its barriers; plain Triton needs no shared memory."""
+        if config.template == "vector_add_vanilla":
+            return Resources(0, 0, 32 * int(config.params["num_warps"]), 0)
+        block, stages = int(config.params["block"]), int(config.params["num_stages"])
+        ring = 2 * stages * block * ITEM_BYTES[problem.dtype]
+        return Resources(ring + 16 * stages + 1024, 2 * stages, 2 * Hopper.WARP_GROUP_THREADS, 0)
+
+    def template_context(self, problem: VectorAddProblem, config: Config) -> dict[str, Any]:
+        """See `Operator.template_context`."""
+        name = str(torch_dtype(problem.dtype)).removeprefix("torch.")
+        return {
+            "torch_dtype": name,
+            "tl_dtype": f"tl.{name}",
+            "item_bytes": ITEM_BYTES[problem.dtype],
+            "hopper": config.template != "vector_add_vanilla",
+        }
+
+    def flops(self, problem: VectorAddProblem) -> float:
+        """One addition an element."""
+        return float(problem.n)
+
+    def bytes_moved(self, problem: VectorAddProblem) -> float:
+        """Two reads and a write."""
+        return 3.0 * problem.n * ITEM_BYTES[problem.dtype]
+
+    def predict_us(self, problem: VectorAddProblem, config: Config, gpu: Gpu) -> float:
+        """See `tlxgen.model.stream_us`."""
+        return model.stream_us(self.bytes_moved(problem), self.resources(problem, config), config, gpu)
+
+    def inputs(self, problem: VectorAddProblem, device: torch.device | str, seed: int) -> Tensors:
+        """x and y from a normal distribution."""
+        import torch
+
+        generator = None
+        if torch.device(device).type != "meta":
+            generator = torch.Generator(device=device).manual_seed(seed)
+        dtype = torch_dtype(problem.dtype)
+        return {name: torch.randn(problem.n, dtype=dtype, device=device, generator=generator) for name in ("x", "y")}
+
+    def output(self, problem: VectorAddProblem, inputs: Tensors) -> torch.Tensor:
+        """See `Operator.output`."""
+        return inputs["x"].new_empty(problem.n)
+
+    def reference(self, problem: VectorAddProblem, inputs: Tensors) -> torch.Tensor:
+        """The sum in float64."""
+        return inputs["x"].double() + inputs["y"].double()
+
+    def eager(self, problem: VectorAddProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`torch.add`."""
+        import torch
+
+        return torch.add(inputs["x"], inputs["y"], out=out)
+
+    def check_call(self, problem: VectorAddProblem, tensors: Tensors) -> str | None:
+        """See `Operator.check_call`."""
+        for name in ("x", "y"):
+            if tuple(tensors[name].shape) != (problem.n,):
+                return f"{name} has shape {tuple(tensors[name].shape)}; the kernel is for ({problem.n},)"
+        return None
+
+    def launchable(self, problem: VectorAddProblem, config: Config, tensors: Tensors, out: torch.Tensor) -> str | None:
+        """See `Operator.launchable`."""
+        for name, tensor in (*tensors.items(), ("out", out)):
+            if not tensor.is_contiguous():
+                return f"{name} is not contiguous"
+            if config.template == "vector_add_tma" and tensor.data_ptr() % Hopper.TMA_ALIGNMENT:
+                return f"{name} starts at an address that 16 does not divide"
+        return None
+
+
+OPERATOR = VectorAdd()

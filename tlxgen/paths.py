@@ -1,0 +1,43 @@
+"""Where the shipped files are, and where the user's files go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+_PACKAGE = Path(__file__).parent
+
+
+def _shipped(name: str) -> Path:
+    """A top-level folder of the project: inside the package in a wheel, beside it in a source tree."""
+    installed = _PACKAGE / "_shipped" / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name
+
+
+TEMPLATES = _shipped("templates")
+SEARCH_SPACES = _shipped("search_spaces")
+SHIPPED_CACHE = _shipped("cache")
+
+
+def user_cache_dir() -> Path:
+    """The user's cache directory: emitted kernels, and the database unless `TLXGEN_CACHE` names another place.
+
+    Not created here: whoever writes creates it, whoever cannot write goes without.
+    """
+    return Path(platformdirs.user_cache_dir("tlxgen"))
+
+
+def database_path() -> Path:
+    """The tuned-config database: `TLXGEN_CACHE` (a file, or a directory to hold `tuned.db`) or the user's cache."""
+    override = os.environ.get("TLXGEN_CACHE")
+    if not override:
+        return user_cache_dir() / "tuned.db"
+    path = Path(override).expanduser()
+    return path / "tuned.db" if path.is_dir() else path
+
+
+def kernel_dir() -> Path:
+    """Where emitted kernels are written for import."""
+    return user_cache_dir() / "kernels"

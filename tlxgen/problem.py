@@ -1,0 +1,114 @@
+"""What is to be computed: the base of every operator's Problem, and the dtypes that problems speak of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tlxgen.errors import InvalidProblemError
+
+if TYPE_CHECKING:
+    import torch
+
+DType = Literal["bf16", "fp16", "fp32"]
+
+#: Bytes of one element.
+ITEM_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_ALIASES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "tf32": "fp32",
+}
+
+
+class Problem(BaseModel):
+    """One operator applied to one shape: frozen, hashable, and the same in every process.
+
+    Subclasses add the fields; all of them are part of the cache key.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    operator: ClassVar[str]
+    #: The fields that are sizes, in the order of the command line.
+    sizes: ClassVar[tuple[str, ...]]
+
+    @property
+    def empty(self) -> bool:
+        """Whether a size is zero, so that there is nothing to tune and torch answers."""
+        return any(getattr(self, size) == 0 for size in self.sizes)
+
+    @property
+    def label(self) -> str:
+        """The problem in the words of the command line, such as `gemm 4096 4096 4096 bf16 nn`."""
+        raise NotImplementedError
+
+
+def dtype_name(dtype: Any) -> str:
+    """The short name of a dtype given as a `torch.dtype` or as a string.
+
+    >>> dtype_name("bfloat16"), dtype_name("fp16")
+    ('bf16', 'fp16')
+
+    Unknown names come back unchanged, for the Problem that receives them to refuse.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return _ALIASES.get(name, name)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The `torch.dtype` of a short name."""
+    import torch
+
+    dtype = getattr(torch, _TORCH_NAMES[name])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+P = TypeVar("P", bound=Problem)
+
+
+def parse_problem(
+    problem_type: type[P],
+    shape: Any,
+    options: Mapping[str, Any],
+) -> P:
+    """A Problem from what callers pass: the Problem itself, its sizes in order, or its fields by name.
+
+    Raises:
+        InvalidProblemError: one line that names the argument, the value and the rule.
+    """
+    if isinstance(shape, problem_type):
+        return problem_type(**{**shape.model_dump(), **options}) if options else shape
+    if isinstance(shape, Mapping):
+        fields = dict(shape)
+    else:
+        sizes, given = problem_type.sizes, tuple(shape)
+        if len(given) != len(sizes):
+            raise InvalidProblemError(f"{problem_type.operator} takes sizes {' '.join(sizes)}, got {given}")
+        fields = dict(zip(sizes, given, strict=True))
+    try:
+        return problem_type(**fields, **options)
+    except ValidationError as error:
+        raise InvalidProblemError(_one_line(problem_type.operator, error)) from None
+    except TypeError as error:  # a field given twice
+        raise InvalidProblemError(f"{problem_type.operator}: {error}") from None
+
+
+def _one_line(operator: str, error: ValidationError) -> str:
+    """The first thing wrong, as `gemm: M = 0: Input should be greater than 0`."""
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"]))
+    message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return f"{operator} has no field {name!r}"
+    if first["type"] == "missing":
+        return f"{operator} needs {name}"
+    return f"{operator}: {message}" if name in message else f"{operator}: {name} = {first['input']!r}: {message}"

@@ -1,0 +1,104 @@
+"""What is kept: the key a tuned config is filed under, and the row itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveFloat
+
+from tlxgen.config import Config
+
+#: Version of the row format. A row of another version is migrated when the database is opened.
+SCHEMA_VERSION = 1
+
+Origin = Literal["measured", "predicted"]
+
+
+class DeviceKey(BaseModel):
+    """The GPU a row belongs to. SXM and PCIe parts differ by name and by SM count."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gpu: str  #: slug of the marketing name, such as `h200`
+    sm_count: int = Field(gt=0)
+    capability: str  #: compute capability, such as `9.0`
+
+
+class TuningKey(BaseModel):
+    """Where a row is filed. One function (`tlxgen.keys.tuning_key`) makes keys for tuner and run time alike."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    operator: str
+    problem: dict[str, Any]
+    device: DeviceKey
+    toolchain: str  #: such as `fbtriton 3.7.4, ptxas 12.9.86`
+
+    @property
+    def id(self) -> str:
+        """Thirty-two hex digits, equal for equal keys in every process."""
+        canonical = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+
+
+class TunedRecord(BaseModel):
+    """The best config known for a key, with the evidence.
+
+    `source_hash` is the hash of the kernel's code as emitted when it was measured (`tlxgen.emit.KernelSource.code_hash`):
+    a row whose config emits other code today is stale, whatever caused the change (template, macro, helper).
+    Times are microseconds of one kernel execution.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: TuningKey
+    config: Config
+    origin: Origin
+    source_hash: str
+    time_us: PositiveFloat = Field(allow_inf_nan=False)
+    spread_us: FiniteFloat = Field(default=0.0, ge=0)  #: interquartile range of the rounds
+    peer: str | None = None  #: the library timed in the same run, such as `cublas`
+    peer_us: PositiveFloat | None = Field(default=None, allow_inf_nan=False)
+    error: FiniteFloat | None = Field(default=None, ge=0)  #: relative norm against the float64 reference
+    error_peer: FiniteFloat | None = Field(default=None, ge=0)
+    protocol: str  #: version of the timing protocol; `model-…` for predicted rows
+    versions: dict[str, str] = Field(default_factory=dict)  #: torch, cuda, driver, tlxgen
+    trials: int = Field(default=0, ge=0)
+    created: datetime = Field(default_factory=lambda: datetime.now(timezone.utc).replace(microsecond=0))
+
+    @property
+    def ratio(self) -> float | None:
+        """Peer time over kernel time: above 1, the kernel is faster."""
+        return None if self.peer_us is None else self.peer_us / self.time_us
+
+
+TrialStatus = Literal[
+    "ok",
+    "out_of_resources",
+    "ptxas",
+    "compiler_error",
+    "compiler_crash",
+    "timeout",
+    "rejected",
+    "launch_failed",
+    "wrong_result",
+    "unstable_result",
+    "hang",
+]
+
+
+class Trial(BaseModel):
+    """One config tried for one key: its time, or the class of its failure."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config: Config
+    source_hash: str
+    status: TrialStatus
+    time_us: PositiveFloat | None = Field(default=None, allow_inf_nan=False)
+    protocol: str
+    message: str = ""
+    created: datetime = Field(default_factory=lambda: datetime.now(timezone.utc).replace(microsecond=0))

@@ -1,0 +1,32 @@
+"""Whether a stored row still speaks of the kernel that would be emitted today."""
+
+from __future__ import annotations
+
+from jinja2 import TemplateError
+
+from tlxgen import ops
+from tlxgen.emit import emit
+from tlxgen.errors import TlxgenError
+from tlxgen.record import TunedRecord
+from tlxgen.toolchain import toolchain
+
+
+def why_stale(record: TunedRecord) -> str | None:
+    """Why the row should be tuned again, or None: another toolchain, or a config that emits other code now."""
+    installed = toolchain()
+    if record.key.toolchain != installed:
+        return f"measured under {record.key.toolchain}, installed is {installed}"
+    return why_other_code(record)
+
+
+def why_other_code(record: TunedRecord) -> str | None:
+    """Why the row's config does not emit the code that was measured, or None if it does."""
+    try:
+        operator = ops.get(record.key.operator)
+        problem = operator.problem(record.key.problem)
+        source = emit(operator, problem, record.config)
+    except (TlxgenError, TemplateError, KeyError, ValueError) as error:
+        return f"its config cannot be emitted: {error}"
+    if source.code_hash != record.source_hash:
+        return f"template {record.config.template} emits other code than was measured"
+    return None
