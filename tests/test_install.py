@@ -171,11 +171,13 @@ def test_nothing_installed(site: Site) -> None:
     _healthy()
 
 
-def test_a_compiler_of_another_size_is_damage_and_an_edited_python_file_is_not(site: Site) -> None:
+def test_a_missing_compiler_is_damage_a_stripped_one_and_an_edited_python_file_are_not(site: Site) -> None:
     site.install("fbtriton")
     (site.folder / "triton/language/__init__.py").write_text("print('edited by a curious user')\n")
     assert toolchain.inspect().has_tlx
-    (site.folder / "triton/_C/libtriton.so").write_text("cut short")
+    (site.folder / "triton/_C/libtriton.so").write_text("stripped")
+    assert toolchain.inspect().has_tlx
+    (site.folder / "triton/_C/libtriton.so").unlink()
     state = toolchain.inspect()
     assert not state.has_tlx
     assert "some of fbtriton's files are gone" in toolchain.explain(state)

@@ -1,14 +1,16 @@
 """Searches over a finite list of legal configs: what to try next, given what was measured.
 
-A search proposes configs and hears how they did; it never proposes one twice, so a list ends. Candidates come best first by
-the analytic model, and the first few are proposed as they come; then a sampler learns from the measurements.
+A search proposes configs and hears how they did; it never proposes one twice, so a list ends. Candidates come best
+first by the analytic model, and the first few are proposed as they come; then a sampler learns from the measurements.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -69,8 +71,8 @@ def make_search(name: str, candidates: Sequence[Config], seed: int) -> Search:
 def effective_sampler(name: str, n_candidates: int, trials: int | None = None, small: int = SMALL_SPACE) -> str:
     """The search to use: `exhaustive` where the space is small, or where the budget covers it anyway.
 
-    >>> effective_sampler("tpe", 48), effective_sampler("tpe", 200, trials=300), effective_sampler("tpe", 2000, trials=100)
-    ('exhaustive', 'exhaustive', 'tpe')
+    >>> effective_sampler("tpe", 48), effective_sampler("gp", 200, trials=300), effective_sampler("gp", 900, trials=99)
+    ('exhaustive', 'exhaustive', 'gp')
     """
     everything = n_candidates <= small or (trials is not None and n_candidates <= trials)
     return "exhaustive" if everything else name
@@ -107,10 +109,10 @@ class ExhaustiveSearch:
 class OptunaSearch:
     """Optuna's samplers over a finite list.
 
-    Optuna's own way falls short of a list of configs on three counts: the choices of a parameter may not change within a
-    study, points are suggested again, and illegal points waste trials. So the study sees the superset of the values in
-    the list, whatever the template; a suggested point is moved to the nearest legal config that is still untried; and the
-    study is told that config, for the sampler to learn from what really ran.
+    Optuna's own way falls short of a list of configs on three counts: the choices of a parameter may not change within
+    a study, points are suggested again, and illegal points waste trials. So the study sees the superset of the values
+    in the list, whatever the template; a suggested point is moved to the nearest legal config that is still untried;
+    and the study is told that config, for the sampler to learn from what really ran.
 
     Args:
         candidates: the legal configs, best first by the analytic model.
@@ -128,6 +130,7 @@ class OptunaSearch:
         self._index = {config: i for i, config in enumerate(self._candidates)}
         self._warm = default_warm(len(self._candidates)) if warm is None else warm
         self._learns = sampler != "qmc"
+        self._uses_torch = sampler == "gp"
         self._seed = seed
         self._random = random.Random(seed)  # noqa: S311 - no secret
         self._grid = _Grid.of(self._candidates)
@@ -181,7 +184,8 @@ class OptunaSearch:
         """The sampler's next point, as a rank on each axis."""
         from optuna.trial import TrialState
 
-        trial = self._study.ask(self._distributions)
+        with _one_torch_thread() if self._uses_torch else nullcontext():
+            trial = self._study.ask(self._distributions)
         self._study.tell(trial, state=TrialState.FAIL)  # it does not run as suggested; samplers skip failed trials
         return [trial.params[axis.name] for axis in self._grid.axes]
 
@@ -190,10 +194,10 @@ class OptunaSearch:
         self._untried[index] = False
         # A parameter that the candidate's template lacks takes a random rank, so that no value is credited for it.
         draw = random.Random(f"{self._seed} {self._candidates[index].id}")  # noqa: S311 - no secret
-        ranks = [
-            draw.randrange(len(a.values)) if r < 0 else int(r) for a, r in zip(self._grid.axes, self._grid.ranks[index])
-        ]
-        self._study.enqueue_trial({axis.name: rank for axis, rank in zip(self._grid.axes, ranks)})
+        point = {}
+        for axis, rank in zip(self._grid.axes, self._grid.ranks[index].tolist(), strict=True):
+            point[axis.name] = draw.randrange(len(axis.values)) if rank == _ABSENT else rank
+        self._study.enqueue_trial(point)
         return self._study.ask(self._distributions)
 
 
@@ -241,7 +245,7 @@ class _Grid:
         Another template is farther away than any config of the same one: its parameters mean other things.
         """
         distance = np.zeros(len(self.ranks))
-        for column, (axis, rank) in enumerate(zip(self.axes, point)):
+        for column, (axis, rank) in enumerate(zip(self.axes, point, strict=True)):
             ranks = self.ranks[:, column]
             if axis.name == _TEMPLATE:
                 distance += len(self.axes) * (ranks != rank)
@@ -280,13 +284,14 @@ def _make_study(sampler: str, seed: int) -> optuna.Study:
     """An in-memory study; times are kept by the caller's database, not by Optuna's."""
     if sampler not in _NEEDS:
         raise InvalidConfigError(f"search {sampler!r} is not known; use one of {', '.join(SEARCHES)}")
-    for package in _NEEDS[sampler]:
-        try:
+    try:
+        for package in _NEEDS[sampler]:
             import_module(package)
-        except ImportError as error:
-            raise ToolchainError(
-                f"search {sampler!r} needs the package {package} ({error}); run `pip install {package}` or use another search"
-            ) from error
+    except ImportError as error:
+        raise ToolchainError(
+            f"search {sampler!r} needs the package {package}, which does not import ({error}); "
+            f"run `pip install {package}` or use another search"
+        ) from error
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -295,7 +300,22 @@ def _make_study(sampler: str, seed: int) -> optuna.Study:
         "qmc": lambda: optuna.samplers.QMCSampler(seed=seed, scramble=True, warn_independent_sampling=False),
         "gp": lambda: optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False),
     }
-    return optuna.create_study(direction="minimize", sampler=make[sampler]())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # QMC; our pin on Optuna answers for it
+        return optuna.create_study(direction="minimize", sampler=make[sampler]())
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """GP's matrices are small, and the compilers keep the cores busy: torch's threads would wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check_time(config: Config, time_us: float | None) -> None:

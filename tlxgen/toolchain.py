@@ -74,12 +74,13 @@ def inspect() -> Triton:
         return Triton(None, "", None, versions, damaged=FBTRITON in found, has_tlx_files=False)
     owner = next((name for name, dist in found.items() if _owns(dist, folder)), None)
     fbtriton = found.get(FBTRITON)
+    others = [dist for name, dist in found.items() if name != FBTRITON]
     return Triton(
         folder=folder,
         version=versions[owner] if owner else _version_in(folder),
         owner=owner,
         distributions=versions,
-        damaged=fbtriton is not None and _is_damaged(fbtriton, folder),
+        damaged=fbtriton is not None and _is_damaged(fbtriton, folder, others),
         has_tlx_files=(folder / "language" / "extra" / "tlx" / "__init__.py").is_file(),
     )
 
@@ -234,19 +235,28 @@ def _owns(dist: importlib.metadata.Distribution, folder: Path) -> bool:
     return False
 
 
-def _is_damaged(dist: importlib.metadata.Distribution, folder: Path) -> bool:
-    """Whether a file that `dist` installed in `folder` has gone, or a compiled one has another size now.
+def _is_damaged(dist: importlib.metadata.Distribution, folder: Path, others: list[importlib.metadata.Distribution]) -> bool:
+    """Whether a file that `dist` needs in `folder` has gone, or a compiled one has the size of another distribution's.
 
     Python files may differ: people put a print into the compiler and go on. Sizes are enough beside the hash of
-    `__init__.py`, and cost milliseconds where hashing the compiler takes seconds. A `triton` that comes from elsewhere
-    (a path set before the installed packages) does not count as damage.
+    `__init__.py`, and cost milliseconds where hashing the compiler takes seconds; they count only where one of `others`
+    was installed into the same folder, since a stripped or relinked library is no damage. Nor is a `triton` that comes
+    from elsewhere (a path set before the installed packages), or the lack of parts for other GPUs.
     """
-    if Path(str(dist.locate_file("triton"))).resolve() != folder.resolve():
+    if not _installs_into(dist, folder):
         return False
+    contested = any(_installs_into(other, folder) for other in others)
     for item in dist.files or []:
         if item.parts[0] != "triton" or item.hash is None:  # byte code, recorded without a hash, comes and goes
             continue
+        needed = item.suffix == ".py" or item.name.startswith("libtriton.")
         path = Path(str(dist.locate_file(item)))
-        if not path.exists() or (path.suffix == ".so" and path.stat().st_size != item.size):
+        if needed and "amd" not in item.parts and not path.exists():
+            return True
+        if contested and path.suffix == ".so" and path.exists() and path.stat().st_size != item.size:
             return True
     return False
+
+
+def _installs_into(dist: importlib.metadata.Distribution, folder: Path) -> bool:
+    return Path(str(dist.locate_file("triton"))).resolve() == folder.resolve()

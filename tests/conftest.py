@@ -1,0 +1,39 @@
+"""What all tests share: places of their own for everything tlxgen writes, and compilers that outlive one test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tlxgen.compile_pool import CompilePool
+from tlxgen.devices import Gpu, target
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Emitted kernels stay out of the user's cache; Triton's own cache is shared, since it is keyed by content."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("xdg-cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a database of its own."""
+    monkeypatch.setenv("TLXGEN_CACHE", str(tmp_path / "tuned.db"))
+
+
+@pytest.fixture(scope="session")
+def compile_pool() -> Iterator[CompilePool]:
+    """Compilers for sm_90a; one where pytest-xdist fills the cores already."""
+    workers = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
+    with CompilePool((9, 0), workers, timeout=120.0) as pool:
+        yield pool
+
+
+@pytest.fixture
+def h200() -> Gpu:
+    return target("h200")

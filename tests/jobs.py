@@ -1,0 +1,137 @@
+"""Jobs for child processes: they live in a module of their own, which parent and child import by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_calls = 0
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def count() -> int:
+    """How often this process was asked."""
+    global _calls  # noqa: PLW0603 - what jobs share is what is tested
+    _calls += 1
+    return _calls
+
+
+def environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def print_much() -> int:
+    for _ in range(20_000):
+        sys.stderr.write("a compiler that prints whole modules\n")
+    return 1
+
+
+@dataclass(frozen=True)
+class Echo:
+    value: object
+
+    def __call__(self) -> object:
+        return self.value
+
+
+class TwoArgumentsError(Exception):
+    """Pickles, and does not come back: its constructor wants what `args` does not hold."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+
+
+class HoldsALockError(Exception):
+    """Does not pickle at all."""
+
+    def __init__(self, text: str) -> None:
+        import threading
+
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def raise_value_error() -> None:
+    raise ValueError("a job's own error")
+
+
+def raise_compile_error() -> None:
+    from tlxgen.errors import CompileError
+
+    raise CompileError("ptxas", "out of registers")
+
+
+def raise_two_arguments() -> None:
+    raise TwoArgumentsError("kind", "told in two parts")
+
+
+def raise_unpicklable() -> None:
+    raise HoldsALockError("this one holds a lock")
+
+
+def return_unpicklable() -> object:
+    return lambda: None
+
+
+def abort() -> None:
+    sys.stderr.write("LLVM ERROR: an assertion\n")
+    sys.stderr.flush()
+    os.abort()
+
+
+def kill_self() -> None:
+    sys.stdout.write("last words\n")
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+def sleep_forever() -> None:
+    time.sleep(3600)
+
+
+def ignore_signals_and_sleep() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sleep_forever()
+
+
+def _write(note: Path, text: str) -> None:
+    """At once: whoever sees the file sees all of it."""
+    part = note.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    part.rename(note)
+
+
+@dataclass(frozen=True)
+class SleepWithAChild:
+    """Starts a process of its own, as a compiler starts ptxas, notes both ids, and never ends."""
+
+    note: Path
+
+    def __call__(self) -> None:
+        other = subprocess.Popen(["sleep", "3600"])
+        _write(self.note, f"{os.getpid()} {other.pid}")
+        sleep_forever()
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """Notes its process id and sleeps."""
+
+    note: Path
+
+    def __call__(self) -> None:
+        _write(self.note, str(os.getpid()))
+        sleep_forever()

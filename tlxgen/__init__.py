@@ -1,0 +1,38 @@
+"""tlxgen: tuned TLX kernels for Hopper GPUs.
+
+    >>> import tlxgen
+    >>> mm = tlxgen.get_kernel("gemm", (256, 256, 256), dtype="bf16")  # doctest: +SKIP
+    >>> c = mm(a, b)  # doctest: +SKIP
+
+Importing this module imports neither torch, triton nor optuna.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tlxgen._version import __version__
+
+if TYPE_CHECKING:
+    from tlxgen.config import Config
+    from tlxgen.errors import TlxgenError
+    from tlxgen.runtime import FallbackWarning, Kernel, get_kernel
+
+__all__ = ["Config", "FallbackWarning", "Kernel", "TlxgenError", "__version__", "get_kernel"]
+
+_HOMES = {
+    "Config": "tlxgen.config",
+    "FallbackWarning": "tlxgen.runtime",
+    "Kernel": "tlxgen.runtime",
+    "TlxgenError": "tlxgen.errors",
+    "get_kernel": "tlxgen.runtime",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names, imported when they are first asked for (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tlxgen' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

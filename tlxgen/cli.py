@@ -1,0 +1,229 @@
+"""The command line: `tlxgen tune | show | emit | doctor | cache`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tlxgen import cli_cache, ops
+from tlxgen._version import __version__
+from tlxgen.errors import InvalidConfigError, InvalidProblemError, TlxgenError
+from tlxgen.problem import Problem
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(cli_cache.app, name="cache", help="List, export, import and prune tuned configs.")
+
+#: Everything but results goes here.
+_log = Console(stderr=True)
+
+_Operator = Annotated[str, typer.Argument(help=f"One of {', '.join(ops.NAMES)}.", show_default=False)]
+_Sizes = Annotated[list[str], typer.Argument(help="Sizes in order: M N K for gemm, n for vector_add.", show_default=False)]
+_DType = Annotated[str, typer.Option(help="bf16, fp16 or fp32 (through TF32).")]
+_OutDType = Annotated[str | None, typer.Option(help="Output dtype of gemm; the input's by default.")]
+_Layout = Annotated[str | None, typer.Option(help="nn, nt, tn or tt: how A and B of gemm are stored.")]
+_Epilogue = Annotated[
+    str | None, typer.Option(help="none, or parts of scale+bias+relu|gelu|silu+residual, in that order.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout.")]
+_Target = Annotated[str | None, typer.Option(help="GPU to compile for: h200, h100, h100-pcie, h20, ….")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001 - read by main
+) -> None:
+    """Tuned TLX kernels for Hopper GPUs."""
+    if version:
+        typer.echo(f"tlxgen {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def tune(
+    operator: _Operator,
+    sizes: _Sizes,
+    dtype: _DType = "bf16",
+    out_dtype: _OutDType = None,
+    layout: _Layout = None,
+    epilogue: _Epilogue = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Distinct candidates; 200, or 24 without a GPU.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Time for the search.")] = 120.0,
+    sampler: Annotated[str, typer.Option(help="tpe, random, exhaustive, qmc or gp.")] = "tpe",
+    seed: Annotated[int, typer.Option(help="Of the search and of the inputs.")] = 0,
+    workers: Annotated[int | None, typer.Option(min=1, help="Compilers at once; one a core by default.")] = None,
+    template: Annotated[list[str] | None, typer.Option(help="Only these templates; may be given again.")] = None,
+    compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile and rank; measure nothing.")] = False,
+    target: _Target = None,
+    as_json: _Json = False,
+) -> None:
+    """Find the best kernel for a problem and keep it.
+
+    With a Hopper GPU candidates are measured. Without one, or with --compile-only, they are compiled for --target and
+    ranked by the analytic model; what is kept then is marked `predicted` and never displaces a measurement.
+    """
+    from tlxgen import tuning_cli
+
+    problem = parse(operator, sizes, dtype=dtype, out_dtype=out_dtype, layout=layout, epilogue=epilogue)
+    tuning_cli.run(
+        problem,
+        trials=trials,
+        seconds=seconds,
+        sampler=sampler,
+        seed=seed,
+        workers=workers,
+        templates=tuple(template) if template else None,
+        compile_only=compile_only,
+        target=target,
+        as_json=as_json,
+        log=_log,
+    )
+
+
+@app.command()
+def show(
+    operator: _Operator,
+    sizes: _Sizes,
+    dtype: _DType = "bf16",
+    out_dtype: _OutDType = None,
+    layout: _Layout = None,
+    epilogue: _Epilogue = None,
+    target: _Target = None,
+    as_json: _Json = False,
+) -> None:
+    """Which kernel `get_kernel` would give for a problem, and why."""
+    from tlxgen import devices, runtime
+
+    problem = parse(operator, sizes, dtype=dtype, out_dtype=out_dtype, layout=layout, epilogue=epilogue)
+    gpu = devices.target(target) if target else devices.detect()
+    kernel = runtime.Kernel(problem, runtime.select(problem, gpu), gpu)
+    if as_json:
+        config = kernel.config.model_dump() if kernel.config else None
+        answer = {"problem": problem.model_dump(), "origin": kernel.origin, "config": config, "why": kernel.explain()}
+        typer.echo(json.dumps(answer))
+    else:
+        typer.echo(f"{problem.label} on {gpu.slug if gpu else 'a machine without a CUDA GPU'}")
+        typer.echo(f"  {kernel.explain()}".replace("; ", "\n  "))
+
+
+@app.command()
+def emit(
+    operator: _Operator,
+    sizes: _Sizes,
+    dtype: _DType = "bf16",
+    out_dtype: _OutDType = None,
+    layout: _Layout = None,
+    epilogue: _Epilogue = None,
+    target: _Target = None,
+    template: Annotated[str | None, typer.Option(help="A template; the model's favourite config of it.")] = None,
+    param: Annotated[list[str] | None, typer.Option("--param", "-p", help="name=value; may be given again.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write; stdout by default.")] = None,
+) -> None:
+    """Write a problem's kernel as one Python file that runs without tlxgen.
+
+    Takes the tuned config if there is one, the model's favourite otherwise; --template and --param choose another.
+    """
+    from tlxgen import devices
+    from tlxgen.emit import emit as emit_source
+
+    problem = parse(operator, sizes, dtype=dtype, out_dtype=out_dtype, layout=layout, epilogue=epilogue)
+    gpu = devices.target(target) if target else devices.detect() or devices.target("h200")
+    config = _chosen_config(problem, gpu, template, param or [])
+    text = emit_source(ops.get(operator), problem, config).text
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        output.write_text(text, encoding="utf-8")
+        _log.print(f"{output}: {config.short}")
+
+
+@app.command()
+def doctor(as_json: _Json = False) -> None:
+    """Report GPU, driver, CUDA, triton, tools and cache, and what to do about each problem."""
+    from tlxgen import doctor as examination
+
+    findings = examination.examine()
+    if as_json:
+        typer.echo(examination.to_json(findings))
+    else:
+        examination.report(findings, Console())
+    if any(finding.status == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
+def parse(operator: str, sizes: Sequence[str], **options: str | None) -> Problem:
+    """The Problem that command-line words mean.
+
+    Raises:
+        InvalidProblemError: a size is no whole number of at least 1, or an option does not fit the operator.
+    """
+    numbers = [_size(operator, word) for word in sizes]
+    fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    problem = ops.get(operator).problem(numbers, **fields)
+    assert isinstance(problem, Problem)
+    return problem
+
+
+def _size(operator: str, word: str) -> int:
+    try:
+        number = int(word)
+    except ValueError:
+        raise InvalidProblemError(f"{operator}: size {word!r} is not a whole number") from None
+    if number < 1:
+        raise InvalidProblemError(f"{operator}: size {word} must be at least 1")
+    return number
+
+
+def _chosen_config(problem: Problem, gpu: Any, template: str | None, params: list[str]) -> Any:
+    from tlxgen import runtime, space
+    from tlxgen.candidates import candidates
+    from tlxgen.config import Config
+
+    if template is None and not params:
+        choice = runtime.select(problem, gpu)
+        if choice.config is not None:
+            return choice.config
+    templates = (template,) if template else None
+    favourite = candidates(problem, gpu, templates)[0]
+    values: dict[str, bool | int | str] = dict(favourite.params)
+    for pair in params:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise InvalidConfigError(f"--param {pair!r} is not name=value")
+        values[name] = int(text) if text.lstrip("-").isdigit() else text
+    config = Config(template=favourite.template, params=values)
+    reason = space.why_illegal(ops.get(problem.operator), problem, config, gpu)
+    if reason:
+        raise InvalidConfigError(reason)
+    return config
+
+
+def main() -> None:
+    """Entry point: one line for every refusal; its class decides the exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: _interrupt())
+    debug = "--debug" in sys.argv
+    try:
+        app()
+    except TlxgenError as error:
+        if debug:
+            raise
+        _log.print(f"tlxgen: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _log.print("tlxgen: interrupted", style="red")
+        sys.exit(130)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Who wins: a paired comparison of the leaders, in which a lead must exceed the noise."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+
+from tlxgen.config import Config
+from tlxgen.trials import Timing
+
+_RESAMPLES = 400
+_CONFIDENCE = 0.95
+
+
+def lead_is_noise(faster: Sequence[float], slower: Sequence[float], seed: int = 0) -> bool:
+    """Whether the bootstrap interval of the paired ratio `slower / faster` reaches down to 1.
+
+    Both hold one time for each round, in the order of the rounds (Efron and Tibshirani, An Introduction to the
+    Bootstrap, percentile interval of the median).
+    """
+    ratios = [b / a for a, b in zip(faster, slower, strict=True)]
+    rng = random.Random(seed)  # noqa: S311 - statistics, not secrets
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
+    return medians[int((1 - _CONFIDENCE) / 2 * _RESAMPLES)] <= 1.0
+
+
+def winner(timed: Mapping[Config, Timing], incumbent: Config | None = None) -> Config:
+    """The fastest config, or one that the noise cannot tell from it: the incumbent, else the simplest.
+
+    All timings must come from one measurement, so that their rounds pair up.
+    """
+    fastest = min(timed, key=lambda config: timed[config].time_us)
+    equals = [
+        config
+        for config, timing in timed.items()
+        if config == fastest or lead_is_noise(timed[fastest].samples, timing.samples)
+    ]
+    if incumbent in equals and incumbent is not None:
+        return incumbent
+    return min(equals, key=lambda config: (complexity(config), timed[config].time_us))
+
+
+def complexity(config: Config) -> tuple[int, int]:
+    """Simple first: no programmatic launch, fewer consumers, then fewer stages."""
+    p = config.params
+    return (int(p.get("pdl", "off") != "off") + int(p.get("consumers", 1)), int(p.get("num_stages", 0)))

@@ -1,0 +1,127 @@
+"""One step of tuning: candidates compiled, gated and timed on the card, each to a `Trial`.
+
+The GPU's owner is a child process. A candidate that hangs or faults ends it; the candidate is marked, the child comes
+back, and the others go on.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tlxgen import measure
+from tlxgen.emit import KernelSource
+from tlxgen.measure import DeviceReport, Forget, Gate, Measure, Setup, Verdict
+from tlxgen.problem import Problem
+from tlxgen.process import Child, ChildDiedError, ChildTimeoutError
+from tlxgen.record import TrialStatus
+
+
+@dataclass
+class Gpu:
+    """The card, as the tuner sees it: candidates by name, times relative to the peer of the same rounds."""
+
+    operator: str
+    problem: Problem
+    seed: int
+    limit: float = 20.0  #: seconds that one candidate may take
+    child: Child = field(default_factory=Child)
+    sources: dict[str, KernelSource] = field(default_factory=dict)
+    _ready: bool = False
+
+    def setup(self) -> DeviceReport:
+        """Starts the child and makes inputs and reference."""
+        report = self.child.call(Setup(self.operator, self.problem, self.seed), 120.0)
+        self._ready = True
+        return report
+
+    def gate(self, name: str, source: KernelSource) -> Verdict:
+        """Runs a candidate for the first time; never raises for what the candidate does."""
+        self._ensure()
+        try:
+            verdict = self.child.call(Gate(name, source), self.limit)
+        except ChildTimeoutError:
+            return Verdict("hang", f"no result after {self.limit:.0f} s: the process was killed")
+        except ChildDiedError as error:
+            return Verdict("launch_failed", f"the process ended: {error}")
+        if verdict.status == "ok":
+            self.sources[name] = source
+        return verdict
+
+    def measure(self, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
+        """Microseconds by name, the peer's among them; names missing from the answer did not survive timing."""
+        self._ensure()
+        try:
+            return self.child.call(Measure(tuple(names), rounds), self.limit + 2.0 * rounds)
+        except (ChildTimeoutError, ChildDiedError):
+            if len(names) == 1:
+                return {}
+        half = len(names) // 2  # one of them broke the rest: find it by halves
+        first, second = self.measure(names[:half], rounds), self.measure(names[half:], rounds)
+        return {**first, **second}
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Frees the graphs of candidates that are out."""
+        if self.child.alive:
+            self.child.call(Forget(tuple(names)), self.limit)
+
+    def close(self) -> None:
+        """Ends the child."""
+        self.child.kill()
+
+    def _ensure(self) -> None:
+        """After a death: a new child that knows the candidates which had passed."""
+        if self.child.alive and self._ready:
+            return
+        self.setup()
+        for name, source in list(self.sources.items()):
+            try:
+                self.child.call(Gate(name, source), self.limit)
+            except (ChildTimeoutError, ChildDiedError):
+                del self.sources[name]
+                self.setup()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A candidate's median, its spread, and the peer's median in the same rounds; microseconds."""
+
+    time_us: float
+    spread_us: float
+    peer_us: float
+    samples: tuple[float, ...]
+    peer_samples: tuple[float, ...]
+
+    @property
+    def relative(self) -> float:
+        """Time over the peer's: what a search compares, since cards slow down as they warm."""
+        return self.time_us / self.peer_us
+
+
+def timings(samples: dict[str, list[float]]) -> dict[str, Timing]:
+    """Summaries of one measurement."""
+    if not samples:
+        return {}
+    peer = samples[measure.PEER]
+    peer_us = statistics.median(peer)
+    return {
+        name: Timing(statistics.median(times), _iqr(times), peer_us, tuple(times), tuple(peer))
+        for name, times in samples.items()
+        if name != measure.PEER
+    }
+
+
+def _iqr(times: Sequence[float]) -> float:
+    """Interquartile range."""
+    if len(times) < 4:
+        return max(times) - min(times)
+    first, _, third = statistics.quantiles(times, n=4)
+    return third - first
+
+
+def status_of(verdict: Verdict) -> TrialStatus:
+    """The verdict's status as a trial's."""
+    status: Any = verdict.status
+    return status  # type: ignore[no-any-return]

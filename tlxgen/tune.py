@@ -1,0 +1,365 @@
+"""The tuner: proposes, compiles, gates, times, keeps.
+
+Compilation runs ahead of the GPU: while one batch is measured, the next one compiles. Everything that was finished is
+in the database at once, so that a run that ends early, by whatever hand, is resumed by the same command.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from tlxgen import final, model, ops
+from tlxgen._version import __version__
+from tlxgen.candidates import candidates
+from tlxgen.compile import Binary
+from tlxgen.compile_pool import CompilePool
+from tlxgen.config import Config
+from tlxgen.devices import Gpu
+from tlxgen.emit import KernelSource, emit
+from tlxgen.errors import CompileError, TuningError
+from tlxgen.keys import tuning_key
+from tlxgen.measure import PROTOCOL, DeviceReport, Verdict
+from tlxgen.problem import Problem
+from tlxgen.record import Trial, TrialStatus, TunedRecord, TuningKey
+from tlxgen.search import Search, effective_sampler, make_search
+from tlxgen.store import Store
+from tlxgen.trials import Gpu as Card
+from tlxgen.trials import Timing, timings
+
+_LOOK_ROUNDS = 5
+_FINAL_ROUNDS = 25
+_FINALISTS = 8
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When to stop: whichever comes first."""
+
+    trials: int = 200
+    seconds: float = 120.0
+
+
+@dataclass
+class State:
+    """How a run stands; `Progress` callbacks read it."""
+
+    legal: int
+    budget: Budget
+    started: float = field(default_factory=time.monotonic)
+    tried: int = 0
+    resumed: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    sample_error: str = ""
+    best: Config | None = None
+    best_us: float | None = None
+    best_ratio: float | None = None
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started
+
+
+Progress = Callable[[State], None]
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a run found."""
+
+    record: TunedRecord
+    stored: bool
+    state: State
+    interrupted: bool
+    finalists: dict[Config, Timing]
+
+
+def rank(
+    problem: Problem,
+    gpu: Gpu,
+    store: Store,
+    *,
+    budget: Budget,
+    workers: int | None = None,
+    progress: Progress = lambda state: None,
+) -> TuneResult:
+    """Tuning without a GPU: compiles the model's favourites and keeps the best that compiles well as `predicted`.
+
+    Raises:
+        TuningError: none compiles.
+    """
+    operator = ops.get(problem.operator)
+    legal = candidates(problem, gpu)
+    state = State(len(legal), budget)
+    compiled: dict[Config, Binary] = {}
+    with CompilePool(gpu.capability, workers) as pool:
+        futures = {config: pool.submit(emit(operator, problem, config)) for config in legal[: budget.trials]}
+        for config, future in futures.items():
+            if state.elapsed > budget.seconds and compiled:
+                break
+            state.tried += 1
+            try:
+                compiled[config] = future.result()
+            except CompileError as error:
+                _count(state, error.kind, str(error))
+            if state.best is None and config in compiled:  # they come in the model's order
+                state.best, state.best_us = config, operator.predict_us(problem, config, gpu)
+            progress(state)
+    if state.best is None:
+        raise TuningError(_nothing_works(problem, state))
+    record = TunedRecord(
+        key=tuning_key(problem, gpu.key),
+        config=state.best,
+        origin="predicted",
+        source_hash=compiled[state.best].source.code_hash,
+        time_us=operator.predict_us(problem, state.best, gpu),
+        protocol=model.VERSION,
+        versions={"tlxgen": __version__},
+        trials=state.tried,
+    )
+    return TuneResult(record, store.put(record), state, interrupted=False, finalists={})
+
+
+def tune(
+    problem: Problem,
+    store: Store,
+    *,
+    sampler: str = "tpe",
+    budget: Budget | None = None,
+    seed: int = 0,
+    workers: int | None = None,
+    templates: tuple[str, ...] | None = None,
+    progress: Progress = lambda state: None,
+) -> TuneResult:
+    """Measures candidates on this machine's GPU and keeps the best.
+
+    Raises:
+        TuningError: every candidate failed; nothing is stored.
+    """
+    card = Card(problem.operator, problem, seed)
+    try:
+        report = card.setup()
+        run = _Run(problem, card, report, store, budget or Budget(), templates)
+        run.resume()
+        run.choose_search(sampler, seed)
+        interrupted = False
+        try:
+            with CompilePool(report.gpu.capability, workers) as pool:
+                run.search_with(pool, progress)
+        except KeyboardInterrupt:
+            interrupted = True
+        return run.finish(interrupted)
+    finally:
+        card.close()
+
+
+@dataclass
+class _Batch:
+    """Candidates in compilation."""
+
+    entries: list[tuple[Config, KernelSource, Future[Binary]]]
+
+
+class _Run:
+    """One tuning run on one card."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        card: Card,
+        report: DeviceReport,
+        store: Store,
+        budget: Budget,
+        templates: tuple[str, ...] | None,
+    ) -> None:
+        self.operator = ops.get(problem.operator)
+        self.problem = problem
+        self.card = card
+        self.report = report
+        self.store = store
+        self.key: TuningKey = tuning_key(problem, report.gpu.key)
+        self.legal = candidates(problem, report.gpu, templates)
+        self.state = State(len(self.legal), budget)
+        self.relative: dict[Config, float] = {}  # time over the peer's, of every config that works
+        self.errors: dict[Config, float] = {}
+        self.known: dict[Config, float | None] = {}  # what earlier runs found, None for failures
+        self.search: Search | None = None
+        self.incumbent = self._incumbent()
+
+    def _incumbent(self) -> TunedRecord | None:
+        """The stored row, if it speaks of the kernel that its config emits now."""
+        record = self.store.get(self.key)
+        if record is None or record.origin != "measured" or record.config not in self.legal:
+            return None
+        same = emit(self.operator, self.problem, record.config).code_hash == record.source_hash
+        return record if same else None
+
+    def resume(self) -> None:
+        """Takes over the trials of earlier runs whose kernels have not changed."""
+        for trial in self.store.trials(self.key, PROTOCOL):
+            if trial.config not in self.legal:
+                continue
+            if emit(self.operator, self.problem, trial.config).code_hash != trial.source_hash:
+                continue
+            self.known[trial.config] = trial.time_us
+            self.state.tried += 1
+            self.state.resumed += 1
+            if trial.time_us is None:
+                _count(self.state, trial.status, trial.message)
+            else:
+                self._note(trial.config, trial.time_us / self.report.peer_us)
+
+    def choose_search(self, sampler: str, seed: int) -> None:
+        """Small spaces are searched in full, whatever was asked for."""
+        name = effective_sampler(sampler, len(self.legal), self.state.budget.trials)
+        self.search = make_search(name, self.legal, seed)
+        for config, time_us in self.known.items():
+            self.search.observe(config, time_us)
+
+    def search_with(self, pool: CompilePool, progress: Progress) -> None:
+        """Proposes and measures until the budget or the space is used up."""
+        size = max(8, min(32, 2 * (os.cpu_count() or 8)))
+        ahead: deque[_Batch] = deque()
+        while True:
+            while len(ahead) < 2 and (batch := self._propose(pool, size, ahead)):
+                ahead.append(batch)
+            if not ahead:
+                return
+            self._measure(ahead.popleft(), progress)
+            progress(self.state)
+
+    def _propose(self, pool: CompilePool, size: int, ahead: deque[_Batch]) -> _Batch | None:
+        pending = sum(len(batch.entries) for batch in ahead)
+        room = self.state.budget.trials - self.state.tried - pending
+        if room <= 0 or self.state.elapsed > self.state.budget.seconds:
+            return None
+        assert self.search is not None
+        sources = [(c, emit(self.operator, self.problem, c)) for c in self.search.propose(min(size, room))]
+        return _Batch([(config, source, pool.submit(source)) for config, source in sources]) if sources else None
+
+    def _measure(self, batch: _Batch, progress: Progress) -> None:
+        """Gates what compiled and times what passed, in one interleaved measurement."""
+        passed: dict[str, tuple[Config, KernelSource]] = {}
+        for config, source, future in batch.entries:
+            if self.state.elapsed > self.state.budget.seconds and not future.done():
+                future.cancel()
+                continue
+            verdict = self._compiled_and_gated(config, source, future)
+            if verdict.status == "ok":
+                passed[config.id] = (config, source)
+                self.errors[config] = verdict.error or 0.0
+            else:
+                self._failed(config, source, verdict)
+            progress(self.state)
+        found = timings(self.card.measure(list(passed), _LOOK_ROUNDS)) if passed else {}
+        for name, (config, source) in passed.items():
+            if name in found:
+                self._timed(config, source, found[name])
+            else:
+                self._failed(config, source, Verdict("hang", "did not survive repeated launches"))
+        self.card.forget(list(passed))
+        self._keep_provisionally()
+
+    def _compiled_and_gated(self, config: Config, source: KernelSource, future: Future[Binary]) -> Verdict:
+        try:
+            future.result()
+        except CompileError as error:
+            return Verdict(error.kind, str(error))
+        return self.card.gate(config.id, source)
+
+    def _timed(self, config: Config, source: KernelSource, timing: Timing) -> None:
+        # Relative times are comparable between batches; scaled by one peer time they are microseconds again.
+        time_us = timing.relative * self.report.peer_us
+        self._note(config, timing.relative)
+        self._tell(config, source, "ok", time_us, "")
+
+    def _failed(self, config: Config, source: KernelSource, verdict: Verdict) -> None:
+        _count(self.state, verdict.status, verdict.message)
+        status: Any = verdict.status
+        self._tell(config, source, status, None, verdict.message)
+
+    def _tell(
+        self, config: Config, source: KernelSource, status: TrialStatus, time_us: float | None, message: str
+    ) -> None:
+        self.state.tried += 1
+        assert self.search is not None
+        self.search.observe(config, time_us)
+        trial = Trial(
+            config=config,
+            source_hash=source.code_hash,
+            status=status,
+            time_us=time_us,
+            protocol=PROTOCOL,
+            message=message[:500],
+        )
+        self.store.add_trial(self.key, trial)
+
+    def _note(self, config: Config, relative: float) -> None:
+        self.relative[config] = relative
+        state = self.state
+        if state.best is None or relative < self.relative[state.best]:
+            state.best, state.best_us, state.best_ratio = config, relative * self.report.peer_us, 1.0 / relative
+
+    def _keep_provisionally(self) -> None:
+        """The best so far, so that a killed run leaves something; the final replaces it."""
+        best = self.state.best
+        if best is not None and self.incumbent is None:
+            time_us = self.relative[best] * self.report.peer_us
+            self.store.put(self._record(best, Timing(time_us, 0.0, self.report.peer_us, (), ())))
+
+    def finish(self, interrupted: bool) -> TuneResult:
+        """The final between the leaders and the incumbent; stores the winner."""
+        leaders = sorted(self.relative, key=self.relative.__getitem__)[:_FINALISTS]
+        if self.incumbent is not None and self.incumbent.config not in leaders:
+            leaders.append(self.incumbent.config)
+        names = {config.id: config for config in leaders if self._is_loaded(config)}
+        found = timings(self.card.measure(list(names), 7 if interrupted else _FINAL_ROUNDS)) if names else {}
+        timed = {names[name]: timing for name, timing in found.items()}
+        if not timed:
+            raise TuningError(_nothing_works(self.problem, self.state))
+        best = final.winner(timed, self.incumbent.config if self.incumbent else None)
+        record = self._record(best, timed[best])
+        self.state.best, self.state.best_us, self.state.best_ratio = best, record.time_us, record.ratio
+        return TuneResult(record, self.store.put(record), self.state, interrupted, timed)
+
+    def _is_loaded(self, config: Config) -> bool:
+        """Whether the card knows the candidate; those of earlier runs pass the gate again first."""
+        if config.id in self.card.sources and self.card.child.alive:
+            return True
+        verdict = self.card.gate(config.id, emit(self.operator, self.problem, config))
+        self.errors[config] = verdict.error or 0.0
+        return verdict.status == "ok"
+
+    def _record(self, config: Config, timing: Timing) -> TunedRecord:
+        return TunedRecord(
+            key=self.key,
+            config=config,
+            origin="measured",
+            source_hash=emit(self.operator, self.problem, config).code_hash,
+            time_us=timing.time_us,
+            spread_us=timing.spread_us,
+            peer=self.operator.peer,
+            peer_us=timing.peer_us,
+            error=self.errors.get(config),
+            error_peer=self.report.peer_error,
+            protocol=PROTOCOL,
+            versions={"tlxgen": __version__, **self.report.versions},
+            trials=self.state.tried,
+        )
+
+
+def _count(state: State, kind: str, message: str) -> None:
+    state.failures[kind] += 1
+    state.sample_error = state.sample_error or message
+
+
+def _nothing_works(problem: Problem, state: State) -> str:
+    counts = ", ".join(f"{count} {kind}" for kind, count in state.failures.most_common())
+    sample = f"; for example: {state.sample_error}" if state.sample_error else ""
+    return f"no candidate for {problem.label} works: {counts or 'none was tried within the budget'}{sample}"

@@ -1,0 +1,174 @@
+"""What `tlxgen tune` shows: progress on stderr, the result on stdout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tlxgen import devices, gpu_lock, ops
+from tlxgen.devices import Gpu
+from tlxgen.errors import InvalidConfigError, UnsupportedDeviceError
+from tlxgen.problem import Problem
+from tlxgen.search import SEARCHES
+from tlxgen.store import Store
+from tlxgen.toolchain import require_tlx
+from tlxgen.tune import Budget, State, TuneResult, rank, tune
+
+#: Candidates of a run that cannot measure: the model's order settles the rest.
+_TRIALS_WITHOUT_GPU = 24
+_TRIALS = 200
+
+#: GPUs without TLX kernels have nothing to tune yet.
+_HOPPER = (9, 0)
+
+
+def run(
+    problem: Problem,
+    *,
+    trials: int | None,
+    seconds: float,
+    sampler: str,
+    seed: int,
+    workers: int | None,
+    templates: tuple[str, ...] | None,
+    compile_only: bool,
+    target: str | None,
+    as_json: bool,
+    log: Console,
+) -> None:
+    """Tunes or ranks, and reports."""
+    if sampler not in SEARCHES:
+        raise InvalidConfigError(f"sampler {sampler!r} is not known; use one of {', '.join(SEARCHES)}")
+    unknown = set(templates or ()) - set(ops.get(problem.operator).templates)
+    if unknown:
+        known = ", ".join(ops.get(problem.operator).templates)
+        raise InvalidConfigError(f"template {min(unknown)!r} is not one of {problem.operator}'s: {known}")
+    require_tlx()
+    present = devices.detect()
+    gpu = _target(present, target, compile_only)
+    measuring = not compile_only and present is not None and gpu.slug == present.slug
+    with Store.open(read_only_ok=False) as store:
+        if not measuring:
+            why = "--compile-only" if compile_only else "no Hopper GPU here"
+            log.print(f"{why}: compiling for {gpu.slug} and ranking by the analytic model; nothing is measured")
+            budget = Budget(trials or _TRIALS_WITHOUT_GPU, seconds)
+            with _bar(problem, log) as progress:
+                result = rank(problem, gpu, store, budget=budget, workers=workers, progress=progress)
+        else:
+            budget = Budget(trials or _TRIALS, seconds)
+            with gpu_lock.exclusive(log.print), _bar(problem, log) as progress:
+                busy = gpu_lock.other_processes()
+                if busy:
+                    log.print(f"warning: {busy} other process(es) compute on this GPU; times will be unreliable")
+                result = tune(
+                    problem,
+                    store,
+                    sampler=sampler,
+                    budget=budget,
+                    seed=seed,
+                    workers=workers,
+                    templates=templates,
+                    progress=progress,
+                )
+    typer.echo(json.dumps(as_dict(result)) if as_json else describe(problem, result))
+    if result.interrupted:
+        log.print("interrupted: the best so far is kept; the same command goes on from here")
+
+
+def _target(present: Gpu | None, target: str | None, compile_only: bool) -> Gpu:
+    """The GPU to tune for."""
+    if target is not None:
+        chosen = devices.target(target)
+        if present is not None and not compile_only and chosen.slug != present.slug:
+            raise UnsupportedDeviceError(
+                f"--target {target}: this machine has {present.slug}; add --compile-only to rank for another GPU"
+            )
+        return chosen
+    if present is None:
+        return devices.target("h200")
+    if present.capability != _HOPPER:
+        major, minor = present.capability
+        raise UnsupportedDeviceError(
+            f"{present.slug} has compute capability {major}.{minor}; TLX kernels are tuned on Hopper (9.0). "
+            "get_kernel works here through plain Triton; --compile-only --target h200 ranks for another GPU"
+        )
+    return present
+
+
+@contextmanager
+def _bar(problem: Problem, log: Console) -> Iterator[Callable[[State], None]]:
+    """A progress bar: tried, failed, best so far, time."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed}/{task.total} tried, {task.fields[failed]} failed  {task.fields[best]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=log, transient=True) as bar:
+        task = bar.add_task(problem.label, total=None, failed=0, best="")
+
+        def update(state: State) -> None:
+            best = "" if state.best_us is None else f"best {state.best_us:.1f} us"
+            if state.best_ratio is not None:
+                best += f" ({state.best_ratio:.3f} of the library's speed)"
+            total = min(state.legal, state.budget.trials)
+            failed = sum(state.failures.values())
+            bar.update(task, completed=state.tried, total=total, failed=failed, best=best)
+
+        yield update
+
+
+def as_dict(result: TuneResult) -> dict[str, Any]:
+    """The result for machines."""
+    record, state = result.record, result.state
+    return {
+        "operator": record.key.operator,
+        "problem": record.key.problem,
+        "device": record.key.device.model_dump(),
+        "toolchain": record.key.toolchain,
+        "origin": record.origin,
+        "config": record.config.model_dump(),
+        "time_us": record.time_us,
+        "spread_us": record.spread_us,
+        "peer": record.peer,
+        "peer_us": record.peer_us,
+        "ratio": record.ratio,
+        "error": record.error,
+        "error_peer": record.error_peer,
+        "stored": result.stored,
+        "legal": state.legal,
+        "tried": state.tried,
+        "resumed": state.resumed,
+        "failures": dict(state.failures),
+        "seconds": round(state.elapsed, 1),
+        "interrupted": result.interrupted,
+    }
+
+
+def describe(problem: Problem, result: TuneResult) -> str:
+    """The result for people."""
+    record, state = result.record, result.state
+    operator = ops.get(problem.operator)
+    lines = [f"{problem.label} on {record.key.device.gpu}: {record.config.short}"]
+    if record.origin == "measured" and record.peer_us:
+        rate = f"{operator.flops(problem) / record.time_us * 1e-6:.0f} TFLOP/s"
+        if operator.flops(problem) < operator.bytes_moved(problem):
+            rate = f"{operator.bytes_moved(problem) / record.time_us * 1e-6:.2f} TB/s"
+        lines.append(
+            f"  measured {record.time_us:.1f} us ± {record.spread_us:.1f}, {rate}; {record.peer} {record.peer_us:.1f} us:"
+            f" {record.ratio:.3f} of its speed"
+        )
+    else:
+        lines.append(f"  predicted {record.time_us:.1f} us by {record.protocol}; not measured")
+    failures = ", ".join(f"{count} {kind}" for kind, count in state.failures.most_common()) or "none failed"
+    earlier = f" ({state.resumed} in earlier runs)" if state.resumed else ""
+    lines.append(f"  {state.tried} of {state.legal} legal candidates tried{earlier}, {failures}; {state.elapsed:.0f} s")
+    if not result.stored:
+        lines.append("  a better row is stored already; it stays")
+    return "\n".join(lines)
