@@ -44,7 +44,12 @@ def search(problem: Problem, sampler: str, budget: Budget) -> tuple[TuneResult, 
         trials = store.trials(result.record.key)
     print(f"{sampler}: {len(trials)} tried in {result.state.elapsed:.0f} s, {dict(result.state.failures)}", flush=True)
     table = [
-        {"config": t.config.model_dump(), "status": t.status, "time_us": t.time_us and round(t.time_us, 3), "message": t.message}
+        {
+            "config": t.config.model_dump(),
+            "status": t.status,
+            "time_us": t.time_us and round(t.time_us, 3),
+            "message": t.message,
+        }
         for t in trials
     ]
     return result, sorted(table, key=lambda entry: entry["time_us"] or float("inf"))

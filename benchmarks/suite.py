@@ -1,6 +1,6 @@
 """Times the tuned and the default kernel of every shape of a suite against the library, interleaved in one run.
 
-    python -m benchmarks.suite benchmarks/suites/gemm.yaml -o benchmarks/results/
+python -m benchmarks.suite benchmarks/suites/gemm.yaml -o benchmarks/results/
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def main() -> None:
         report, found = measure(problem)
         rows += [{**entry, "at_least": shape["at_least"]} if entry["kind"] == "tuned" else entry for entry in found]
         for entry in found:
-            print(f"{problem.label:40} {entry['kind']:8} {entry['time_us']:9.2f} us  {entry['ratio']:.3f}  {entry['config_short']}")
+            times = f"{entry['time_us']:9.2f} us  {entry['ratio']:.3f}"
+            print(f"{problem.label:40} {entry['kind']:8} {times}  {entry['config_short']}")
     assert report is not None
     for kind in ("tuned", "default"):
         ratios = [entry["ratio"] for entry in rows if entry["kind"] == kind]
@@ -54,7 +55,10 @@ def measure(problem: Any) -> tuple[DeviceReport, list[dict[str, Any]]]:
         report = card.setup()
         choice = runtime.select(problem, report.gpu)
         default = default_config(problem, report.gpu)
-        configs: dict[str, Config | None] = {"tuned": choice.config if choice.origin == "tuned" else None, "default": default}
+        configs: dict[str, Config | None] = {
+            "tuned": choice.config if choice.origin == "tuned" else None,
+            "default": default,
+        }
         errors: dict[str, float | None] = {}
         for kind, config in list(configs.items()):
             if config is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 
 from tlxgen.compile_pool import CompilePool
 from tlxgen.devices import Gpu, target
+from tlxgen.process import Child
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # the module `jobs` must have one name in parents and children
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,6 +37,14 @@ def compile_pool() -> Iterator[CompilePool]:
     workers = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
     with CompilePool((9, 0), workers, timeout=120.0) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[Child]:
+    """A process for compilations that are waited for: a compiler that aborts fails one test."""
+    child = Child({"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "CUDA_VISIBLE_DEVICES": ""})
+    yield child
+    child.kill()
 
 
 @pytest.fixture

@@ -10,6 +10,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tlxgen.config import Config
+from tlxgen.problem import Problem
+
 _calls = 0
 
 
@@ -135,3 +138,25 @@ class Sleep:
     def __call__(self) -> None:
         _write(self.note, str(os.getpid()))
         sleep_forever()
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Compiles a config as a launch would, in a process that the compiler may end: its hash, and its shared memory."""
+
+    problem: Problem
+    config: Config
+    capability: tuple[int, int]
+
+    def __call__(self) -> tuple[str, int]:
+        from tlxgen import loader, ops
+        from tlxgen.compile import compile_kernel
+        from tlxgen.emit import emit
+
+        operator = ops.get(self.problem.operator)
+        module = loader.load(emit(operator, self.problem, self.config))
+        inputs = operator.inputs(self.problem, "meta", 0)
+        _, args = operator.arguments(module, inputs, operator.output(self.problem, inputs), num_sms=132)
+        kernel = compile_kernel(module, args, self.capability)
+        assert kernel.asm["cubin"]
+        return str(kernel.hash), int(kernel.metadata.shared)

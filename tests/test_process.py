@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jobs  # type: ignore[import-not-found] # conftest.py makes it importable
 import pytest
 
 from tlxgen.errors import CompileError
@@ -19,9 +20,6 @@ from tlxgen.process import Child, ChildDiedError, ChildTimeoutError
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 PATH = os.pathsep.join([str(HERE), str(ROOT)])
-
-sys.path.insert(0, str(HERE))  # `jobs` must have one name in parent and child
-import jobs  # type: ignore[import-not-found]  # noqa: E402
 
 
 @pytest.fixture

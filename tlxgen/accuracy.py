@@ -23,7 +23,7 @@ EXACT_MARGIN = 1.0
 
 @dataclass(frozen=True)
 class Error:
-    """Distance of a result from the reference: relative Frobenius norm, and largest element over the reference's largest."""
+    """Distance of a result from the reference: Frobenius norm and largest element, each over the reference's."""
 
     norm: float
     largest: float
@@ -66,5 +66,7 @@ def why_wrong(result: torch.Tensor, reference: torch.Tensor, library: torch.Tens
     if found.norm > norm_bound:
         return f"relative error {found.norm:.2e} exceeds {norm_bound:.2e} (the library's own is {bound.norm:.2e})"
     if found.largest > largest_bound:
-        return f"largest error {found.largest:.2e} exceeds {largest_bound:.2e} (the library's own is {bound.largest:.2e})"
+        return (
+            f"largest error {found.largest:.2e} exceeds {largest_bound:.2e} (the library's own is {bound.largest:.2e})"
+        )
     return None

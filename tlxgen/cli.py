@@ -24,7 +24,9 @@ app.add_typer(cli_cache.app, name="cache", help="List, export, import and prune 
 _log = Console(stderr=True)
 
 _Operator = Annotated[str, typer.Argument(help=f"One of {', '.join(ops.NAMES)}.", show_default=False)]
-_Sizes = Annotated[list[str], typer.Argument(help="Sizes in order: M N K for gemm, n for vector_add.", show_default=False)]
+_Sizes = Annotated[
+    list[str], typer.Argument(help="Sizes in order: M N K for gemm, n for vector_add.", show_default=False)
+]
 _DType = Annotated[str, typer.Option(help="bf16, fp16 or fp32 (through TF32).")]
 _OutDType = Annotated[str | None, typer.Option(help="Output dtype of gemm; the input's by default.")]
 _Layout = Annotated[str | None, typer.Option(help="nn, nt, tn or tt: how A and B of gemm are stored.")]

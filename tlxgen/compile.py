@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from tlxgen import facts, loader, ops, toolchain
-from tlxgen.emit import KernelSource, emit
+from tlxgen.emit import KernelSource
 from tlxgen.errors import CompileError
 from tlxgen.facts import Facts
 
@@ -47,7 +47,7 @@ def compile_kernel(module: ModuleType, args: Sequence[Any], capability: tuple[in
     kernel = module.kernel
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = bind(*args, **module.OPTIONS)
-    options, signature, constants, attributes = kernel._pack_args(
+    options, signature, constants, attributes = kernel._pack_args(  # noqa: SLF001 - what a launch itself calls
         backend, dict(module.OPTIONS), bound, specialization, options
     )
     source = ASTSource(kernel, signature, constants, attributes)

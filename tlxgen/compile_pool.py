@@ -8,11 +8,15 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from tlxgen.compile import Binary, compile_candidate
 from tlxgen.emit import KernelSource
 from tlxgen.errors import CompileError
 from tlxgen.process import Child, ChildDiedError, ChildTimeoutError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class CompilePool:
             child.kill()
         self._threads.shutdown(wait=True)
 
-    def __enter__(self) -> CompilePool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -1,7 +1,7 @@
 """What is known of each GPU: plain facts, no behaviour.
 
-Rates are dense, at the boost clock, from the vendor's datasheets (H100, H200, H800 and H20 product briefs); bandwidths are
-the datasheet's. The analytic model scales them by efficiencies that were measured (`tlxgen.model`).
+Rates are dense, at the boost clock, and bandwidths as the vendor's datasheets give them (product briefs of H100, H200,
+H800 and H20). The analytic model scales them by efficiencies that were measured (`tlxgen.model`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tlxgen.record import DeviceKey
 
 
 class Hopper:
-    """Limits of one sm_90 multiprocessor (CUDA C++ Programming Guide, technical specifications per compute capability)."""
+    """Limits of one sm_90 multiprocessor (CUDA C++ Programming Guide, technical specifications)."""
 
     SHARED_BYTES_PER_CTA = 232_448  # 227 KB
     REGISTERS_PER_SM = 65_536

@@ -62,9 +62,8 @@ def _lines_without_effect(module: ast.Module) -> set[int]:
     """Lines of docstrings, of the `check` function and of the script part."""
     without_effect: list[ast.stmt] = []
     for node in module.body:
-        if isinstance(node, ast.If) or (isinstance(node, ast.FunctionDef) and node.name == "check"):
-            without_effect.append(node)
-        elif isinstance(node, ast.Expr):
+        check = isinstance(node, ast.FunctionDef) and node.name == "check"
+        if check or isinstance(node, ast.If | ast.Expr):
             without_effect.append(node)
         elif isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
             without_effect.append(node.body[0])

@@ -1,4 +1,4 @@
-"""What a compiled kernel says of itself: registers, spills, shared memory and the instructions that matter on Hopper."""
+"""What a compiled kernel says of itself: registers, spills, shared memory, and the instructions that matter here."""
 
 from __future__ import annotations
 

@@ -58,11 +58,11 @@ class Launcher:
         before = knobs.nvidia.use_triton_dispatcher
         knobs.nvidia.use_triton_dispatcher = not any(getattr(arg, "round_f32_to_tf32", False) for arg in args)
         try:
-            self.compiled._init_handles()
+            self.compiled._init_handles()  # noqa: SLF001 - loads the binary, without a launch
         finally:
             knobs.nvidia.use_triton_dispatcher = before
-        self._dispatcher = self.compiled._dispatcher
-        self._indices: tuple[int, ...] | None = self.compiled._dispatch_arg_indices
+        self._dispatcher = self.compiled._dispatcher  # noqa: SLF001 - Triton has no public name for it
+        self._indices: tuple[int, ...] | None = self.compiled._dispatch_arg_indices  # noqa: SLF001
         if self._indices == tuple(range(len(args))):
             self._indices = None  # every argument is passed: no need to pick
         self._constants = len(self.compiled.src.fn.arg_names) - len(args)

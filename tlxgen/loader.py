@@ -31,7 +31,8 @@ def load(source: KernelSource, directory: Path | None = None) -> ModuleType:
                 toolchain.require_tlx()
             path = write(source, directory)
             spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None and spec.loader is not None
+            assert spec is not None
+            assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             sys.modules[name] = module
             try:
@@ -62,7 +63,7 @@ def _write_atomically(path: Path, text: str) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(text)
-    os.replace(temporary, path)
+    Path(temporary).replace(path)
 
 
 @cache

@@ -22,13 +22,32 @@ if TYPE_CHECKING:
 #: Changes whenever predicted times do.
 VERSION = "model-1"
 
-_LAUNCH_US = 2.0  # a kernel between two others in a graph
+# Fitted to every legal config of nine shapes on an H200 (benchmarks/results/2026-11-29-exhaustive-gemm-h200.json).
 _SUSTAINED = 0.70  # of the datasheet's rate, under the power limit on random data
 _BANDWIDTH = 0.87  # of the datasheet's, measured by copies
-_L2_BYTES_PER_CLOCK = 64  # from L2 to one multiprocessor
-_FILL_US = 1.2  # first TMA bytes to first product
-_LATENCY_US = 1.0  # of one stage under load: what has to be in flight
-_STORE_BYTES_PER_CLOCK = 32  # registers to shared memory to L2, one multiprocessor
+_LAUNCH_US = 1.4  # a kernel between two others in a graph
+_FILL_US = 0.8  # first TMA bytes to first product
+_LATENCY_US = 1.5  # from asking for a stage to having it, under load
+_L2_BYTES_PER_CLOCK = 58  # from L2 to one multiprocessor
+_STORE_BYTES_PER_CLOCK = 128  # registers through shared memory towards L2, one multiprocessor
+_EARLY_START_US = {"off": 0.0, "early": 0.9, "late": 0.85}  # what programmatic dependent launch saves ...
+_EARLY_PINGPONG_US = -1.5  # ... and costs a ping-pong kernel of several rounds (measured up to 13 % at 2048 cubed)
+
+#: Rate of the tensor cores by tile, against `_SUSTAINED`; templates differ in what they can overlap.
+_EFFICIENCY: dict[str, dict[tuple[int, int], float]] = {
+    "gemm_tma_pingpong": {(128, 128): 1.02, (64, 256): 0.97, (64, 128): 0.88, (128, 64): 0.67},
+    "gemm_tma_cooperative": {
+        (128, 256): 1.01,
+        (256, 128): 1.0,
+        (128, 128): 0.98,
+        (192, 128): 0.95,
+        (64, 256): 0.95,
+        (64, 128): 0.90,
+    },
+    "gemm_cp_async": {(128, 256): 0.92, (128, 128): 0.63, (64, 256): 0.63},
+    "gemm_vanilla": {(128, 256): 0.90, (128, 128): 0.66, (64, 256): 0.66, (64, 128): 0.62},
+}
+_OTHER_TILES = {"gemm_tma_pingpong": 0.67, "gemm_tma_cooperative": 0.67, "gemm_cp_async": 0.5, "gemm_vanilla": 0.4}
 
 
 def gemm_us(problem: GemmProblem, config: Config, gpu: Gpu, bytes_moved: float) -> float:
@@ -36,39 +55,27 @@ def gemm_us(problem: GemmProblem, config: Config, gpu: Gpu, bytes_moved: float) 
     p = {name: int(value) for name, value in config.params.items() if not isinstance(value, str)}
     block_m, block_n, block_k = p["block_m"], p["block_n"], p["block_k"]
     item, out_item = ITEM_BYTES[problem.dtype], ITEM_BYTES[problem.out_dtype]
-    tiles = math.ceil(problem.M / block_m) * math.ceil(problem.N / block_n)
+    rounds = math.ceil(math.ceil(problem.M / block_m) * math.ceil(problem.N / block_n) / gpu.sm_count)
     steps = math.ceil(problem.K / block_k)
-    rounds = math.ceil(tiles / gpu.sm_count)
+    clock = gpu.clock * 1e-6  # cycles/us
 
-    rate = gpu.rates[problem.dtype] * _SUSTAINED / gpu.sm_count * 1e-6  # FLOP/us of one multiprocessor
-    products = 2.0 * block_m * block_n * block_k / (rate * _efficiency(config, block_m, block_n))
-    clock = gpu.clock * 1e-6
-    stage_bytes = (block_m + block_n) * block_k * item
-    traffic = stage_bytes / (_L2_BYTES_PER_CLOCK * clock)
-    starved = _LATENCY_US / p["num_stages"] if "tma" in config.template else 1.3 * _LATENCY_US / p["num_stages"]
-    step = max(products, traffic, starved)
+    efficiency = _EFFICIENCY[config.template].get((block_m, block_n), _OTHER_TILES[config.template])
+    rate = gpu.rates[problem.dtype] * _SUSTAINED * efficiency / gpu.sm_count * 1e-6  # FLOP/us of one multiprocessor
+    products = 2.0 * block_m * block_n * block_k / rate
+    traffic = (block_m + block_n) * block_k * item / (_L2_BYTES_PER_CLOCK * clock)
+    arrival = _LATENCY_US / p["num_stages"]  # a stage is asked for that many steps ahead
+    step = max(products, traffic, arrival) + 0.01 * arrival  # stalls grow before they dominate
+    reuse = 1.0 + 0.001 * abs(math.log2(p["group_m"] / 8))
+
     store = block_m * block_n * out_item / (_STORE_BYTES_PER_CLOCK * clock)
-
-    loops = rounds * steps * step
-    # The last tile's store is always seen; others only where nobody multiplies meanwhile.
-    hidden = config.template == "gemm_tma_pingpong"
-    stores = store if hidden else rounds * store
+    # In ping-pong the other consumer multiplies meanwhile: only the last store is seen.
+    stores = store * (1 if config.template == "gemm_tma_pingpong" else rounds)
     memory = bytes_moved / (gpu.bandwidth * _BANDWIDTH) * 1e6
-    early = 0.8 if config.params.get("pdl", "off") != "off" else 0.0
-    return _LAUNCH_US - early + _FILL_US + max(loops, memory) + stores
-
-
-def _efficiency(config: Config, block_m: int, block_n: int) -> float:
-    """The tensor cores' rate against the best form's."""
-    if config.template == "gemm_tma_pingpong":
-        return 1.0 if block_m * block_n == 128 * 128 else 0.93
-    if config.template == "gemm_tma_cooperative":
-        consumers = int(config.params["consumers"])
-        by_tile = {(128, 256): 0.98, (256, 128): 0.975, (192, 128): 0.97, (128, 128): 0.95, (64, 256): 0.90}
-        return by_tile.get((block_m, block_n), 0.85 if consumers > 1 else 0.82)
-    if config.template == "gemm_cp_async":
-        return 0.75 if block_m * block_n >= 128 * 128 else 0.6
-    return 0.68 if block_m * block_n >= 128 * 128 else 0.55
+    saved = _EARLY_START_US[str(config.params.get("pdl", "off"))]
+    if saved and rounds > 1 and config.template == "gemm_tma_pingpong":
+        saved = _EARLY_PINGPONG_US
+    loops = rounds * steps * step * reuse
+    return _LAUNCH_US + _FILL_US - saved + max(loops, memory) + stores
 
 
 def stream_us(bytes_moved: float, resources: Resources, config: Config, gpu: Gpu) -> float:

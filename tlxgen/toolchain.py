@@ -235,7 +235,9 @@ def _owns(dist: importlib.metadata.Distribution, folder: Path) -> bool:
     return False
 
 
-def _is_damaged(dist: importlib.metadata.Distribution, folder: Path, others: list[importlib.metadata.Distribution]) -> bool:
+def _is_damaged(
+    dist: importlib.metadata.Distribution, folder: Path, others: list[importlib.metadata.Distribution]
+) -> bool:
     """Whether a file that `dist` needs in `folder` has gone, or a compiled one has the size of another distribution's.
 
     Python files may differ: people put a print into the compiler and go on. Sizes are enough beside the hash of

@@ -79,7 +79,7 @@ class Gpu:
         for name, source in list(self.sources.items()):
             try:
                 self.child.call(Gate(name, source), self.limit)
-            except (ChildTimeoutError, ChildDiedError):
+            except (ChildTimeoutError, ChildDiedError):  # noqa: PERF203 - seconds are spent inside
                 del self.sources[name]
                 self.setup()
 

@@ -87,7 +87,7 @@ def rank(
     *,
     budget: Budget,
     workers: int | None = None,
-    progress: Progress = lambda state: None,
+    progress: Progress | None = None,
 ) -> TuneResult:
     """Tuning without a GPU: compiles the model's favourites and keeps the best that compiles well as `predicted`.
 
@@ -110,7 +110,8 @@ def rank(
                 _count(state, error.kind, str(error))
             if state.best is None and config in compiled:  # they come in the model's order
                 state.best, state.best_us = config, operator.predict_us(problem, config, gpu)
-            progress(state)
+            if progress:
+                progress(state)
     if state.best is None:
         raise TuningError(_nothing_works(problem, state))
     record = TunedRecord(
@@ -135,7 +136,7 @@ def tune(
     seed: int = 0,
     workers: int | None = None,
     templates: tuple[str, ...] | None = None,
-    progress: Progress = lambda state: None,
+    progress: Progress | None = None,
 ) -> TuneResult:
     """Measures candidates on this machine's GPU and keeps the best.
 
@@ -222,7 +223,7 @@ class _Run:
         for config, time_us in self.known.items():
             self.search.observe(config, time_us)
 
-    def search_with(self, pool: CompilePool, progress: Progress) -> None:
+    def search_with(self, pool: CompilePool, progress: Progress | None) -> None:
         """Proposes and measures until the budget or the space is used up."""
         size = max(8, min(32, 2 * (os.cpu_count() or 8)))
         ahead: deque[_Batch] = deque()
@@ -232,7 +233,8 @@ class _Run:
             if not ahead:
                 return
             self._measure(ahead.popleft(), progress)
-            progress(self.state)
+            if progress:
+                progress(self.state)
 
     def _propose(self, pool: CompilePool, size: int, ahead: deque[_Batch]) -> _Batch | None:
         pending = sum(len(batch.entries) for batch in ahead)
@@ -243,7 +245,7 @@ class _Run:
         sources = [(c, emit(self.operator, self.problem, c)) for c in self.search.propose(min(size, room))]
         return _Batch([(config, source, pool.submit(source)) for config, source in sources]) if sources else None
 
-    def _measure(self, batch: _Batch, progress: Progress) -> None:
+    def _measure(self, batch: _Batch, progress: Progress | None) -> None:
         """Gates what compiled and times what passed, in one interleaved measurement."""
         passed: dict[str, tuple[Config, KernelSource]] = {}
         for config, source, future in batch.entries:
@@ -256,7 +258,8 @@ class _Run:
                 self.errors[config] = verdict.error or 0.0
             else:
                 self._failed(config, source, verdict)
-            progress(self.state)
+            if progress:
+                progress(self.state)
         found = timings(self.card.measure(list(passed), _LOOK_ROUNDS)) if passed else {}
         for name, (config, source) in passed.items():
             if name in found:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tlxgen import devices, gpu_lock, ops
@@ -19,6 +18,9 @@ from tlxgen.search import SEARCHES
 from tlxgen.store import Store
 from tlxgen.toolchain import require_tlx
 from tlxgen.tune import Budget, State, TuneResult, rank, tune
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 #: Candidates of a run that cannot measure: the model's order settles the rest.
 _TRIALS_WITHOUT_GPU = 24
@@ -161,8 +163,8 @@ def describe(problem: Problem, result: TuneResult) -> str:
         if operator.flops(problem) < operator.bytes_moved(problem):
             rate = f"{operator.bytes_moved(problem) / record.time_us * 1e-6:.2f} TB/s"
         lines.append(
-            f"  measured {record.time_us:.1f} us ± {record.spread_us:.1f}, {rate}; {record.peer} {record.peer_us:.1f} us:"
-            f" {record.ratio:.3f} of its speed"
+            f"  measured {record.time_us:.1f} us ± {record.spread_us:.1f}, {rate}; "
+            f"{record.peer} {record.peer_us:.1f} us: {record.ratio:.3f} of its speed"
         )
     else:
         lines.append(f"  predicted {record.time_us:.1f} us by {record.protocol}; not measured")

@@ -45,10 +45,17 @@ def cases() -> list[tuple[GemmProblem, Config]]:
     problems += [GEMM.problem((520, 776, 328), layout=layout) for layout in ("nt", "tn", "tt")]
     problems += [GEMM.problem((520, 776, 328), layout=layout, dtype="fp16") for layout in ("nn", "tt")]
     problems += [GEMM.problem((520, 776, 328), layout=layout, dtype="fp32") for layout in ("nn", "nt", "tn", "tt")]
-    problems += [GEMM.problem((520, 776, 328), dtype="fp16", out_dtype="fp32"), GEMM.problem((520, 776, 328), out_dtype="fp16")]
+    problems += [
+        GEMM.problem((520, 776, 328), dtype="fp16", out_dtype="fp32"),
+        GEMM.problem((520, 776, 328), out_dtype="fp16"),
+    ]
     epilogues = ["bias", "bias+relu", "bias+gelu", "bias+silu", "residual", "scale", "scale+bias+gelu+residual"]
     problems += [GEMM.problem((1032, 776, 456), epilogue=epilogue) for epilogue in epilogues]
-    problems += [GEMM.problem(shape, layout=layout) for shape in ((255, 257, 263), (100, 101, 103)) for layout in ("nn", "nt", "tn", "tt")]
+    problems += [
+        GEMM.problem(shape, layout=layout)
+        for shape in ((255, 257, 263), (100, 101, 103))
+        for layout in ("nn", "nt", "tn", "tt")
+    ]
     problems += [GEMM.problem((1, 1, 1)), GEMM.problem((7, 130, 511), epilogue="bias+gelu")]
     return [(problem, config) for problem in problems for config in sample(problem)]
 

@@ -48,7 +48,7 @@ class Operator(ABC, Generic[P]):
     def arguments(
         self, module: ModuleType, inputs: Tensors, output: torch.Tensor, *, num_sms: int, **options: Any
     ) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
-        """Grid and kernel arguments of one call, made by the emitted module itself: there is no second copy to drift."""
+        """Grid and kernel arguments of one call, made by the emitted module itself: no second copy can drift."""
         tensors = {**inputs, self.output_name: output}
         grid, args = module.arguments(**tensors, num_sms=num_sms, **options)
         return grid, args
@@ -98,7 +98,7 @@ class Operator(ABC, Generic[P]):
         """The result in float64 (float32 where float64 would be too large), before rounding to the output dtype."""
 
     @abstractmethod
-    def eager(self, problem: P, inputs: Tensors, out: torch.Tensor) -> torch.Tensor:
+    def eager(self, problem: P, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
         """The peer: the same operation through torch, written to `out` where torch can."""
 
     @abstractmethod

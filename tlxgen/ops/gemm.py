@@ -61,7 +61,12 @@ class GemmProblem(Problem):
         parts = [] if value == "none" else value.split("+")
         ordered = sorted(parts, key=lambda part: EPILOGUE_PARTS.index(part) if part in EPILOGUE_PARTS else 99)
         activations = [part for part in parts if part in ACTIVATIONS]
-        if not set(parts) <= set(EPILOGUE_PARTS) or parts != ordered or len(parts) != len(set(parts)) or len(activations) > 1:
+        if (
+            not set(parts) <= set(EPILOGUE_PARTS)
+            or parts != ordered
+            or len(parts) != len(set(parts))
+            or len(activations) > 1
+        ):
             rule = "none, or parts joined by + in the order scale, bias, relu|gelu|silu, residual"
             raise ValueError(f"epilogue {value!r} is not known; use {rule}")
         return value
@@ -199,7 +204,7 @@ class Gemm(Operator[GemmProblem]):
         return _apply_epilogue(problem, inputs["a"].double() @ inputs["b"].double(), inputs)
 
     def eager(self, problem: GemmProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
-        """cuBLAS through `torch.mm`, and what follows it in torch's own kernels; fp32 uses TF32 if torch is told to."""
+        """Library product (cuBLAS through `torch.mm`), then torch's own kernels; fp32 uses TF32 if torch is told to."""
         import torch
 
         same_dtype = problem.dtype == problem.out_dtype
@@ -212,7 +217,7 @@ class Gemm(Operator[GemmProblem]):
 
     def check_call(self, problem: GemmProblem, tensors: Tensors) -> str | None:
         """See `Operator.check_call`."""
-        shapes = {"a": (problem.M, problem.K), "b": (problem.K, problem.N)}
+        shapes: dict[str, tuple[int, ...]] = {"a": (problem.M, problem.K), "b": (problem.K, problem.N)}
         dtypes = {"a": problem.dtype, "b": problem.dtype}
         if "bias" in problem.epilogue_parts:
             shapes["bias"], dtypes["bias"] = (problem.N,), problem.dtype
@@ -231,28 +236,40 @@ class Gemm(Operator[GemmProblem]):
 
     def launchable(self, problem: GemmProblem, config: Config, tensors: Tensors, out: torch.Tensor) -> str | None:
         """See `Operator.launchable`: unit strides as the layout says, and what TMA or cp.async ask of the others."""
-        operands = {"a": (tensors["a"], problem.a_transposed), "b": (tensors["b"], problem.b_transposed), "c": (out, False)}
+        operands = {
+            "a": (tensors["a"], problem.a_transposed),
+            "b": (tensors["b"], problem.b_transposed),
+            "c": (out, False),
+        }
         if "residual" in tensors:
             operands["residual"] = (tensors["residual"], False)
-        tma = "tma" in config.template
         for name, (tensor, transposed) in operands.items():
-            inner, outer = (0, 1) if transposed else (1, 0)
-            item = tensor.element_size()
-            if tensor.stride(inner) != 1 and tensor.shape[inner] > 1:
-                return f"{name} has stride {tensor.stride(inner)} along dimension {inner}; the kernel reads unit strides"
-            if not tma:
-                continue
-            pitch = tensor.stride(outer) * item
-            if tensor.data_ptr() % Hopper.TMA_ALIGNMENT or pitch % Hopper.TMA_ALIGNMENT or pitch <= 0:
-                return f"{name} is not aligned for TMA: base address and row pitch ({pitch} bytes) must be multiples of 16"
-            if name == "c" and tensor.shape[1] * item % Hopper.TMA_ALIGNMENT:
-                return f"c has rows of {tensor.shape[1] * item} bytes; a TMA store writes whole 16 bytes and would overrun them"
-        if config.template == "gemm_cp_async":
-            return _cp_async_refusal(problem, operands)
-        return None
+            refusal = _layout_refusal(name, tensor, transposed) or (
+                _tma_refusal(name, tensor, transposed) if "tma" in config.template else None
+            )
+            if refusal:
+                return refusal
+        return _cp_async_refusal(problem, operands) if config.template == "gemm_cp_async" else None
 
 
-#: The compiler's own shared memory: measured at 90 to 190 bytes beside the barriers, and alignment of the parts to 1 KB.
+def _layout_refusal(name: str, tensor: torch.Tensor, transposed: bool) -> str | None:
+    inner = 0 if transposed else 1
+    if tensor.stride(inner) != 1 and tensor.shape[inner] > 1:
+        return f"{name} has stride {tensor.stride(inner)} along dimension {inner}; the kernel reads unit strides"
+    return None
+
+
+def _tma_refusal(name: str, tensor: torch.Tensor, transposed: bool) -> str | None:
+    pitch = tensor.stride(1 if transposed else 0) * tensor.element_size()
+    row = tensor.shape[1] * tensor.element_size()
+    if tensor.data_ptr() % Hopper.TMA_ALIGNMENT or pitch % Hopper.TMA_ALIGNMENT or pitch <= 0:
+        return f"{name} is not aligned for TMA: base address and row pitch ({pitch} bytes) must be multiples of 16"
+    if name == "c" and row % Hopper.TMA_ALIGNMENT:
+        return f"c has rows of {row} bytes; a TMA store writes whole 16 bytes and would overrun them"
+    return None
+
+
+#: The compiler's own shared memory: 90 to 190 bytes beside the barriers (measured), and the parts' alignment to 1 KB.
 _COMPILER_STATE = 1024
 
 #: Elements. Triton knows of an integer argument whether 16 divides it, and no more; only then can it prove the 4 bytes
@@ -290,13 +307,19 @@ def _tma_resources(problem: GemmProblem, config: Config, p: Mapping[str, int]) -
 def _pointer_resources(problem: GemmProblem, config: Config, p: Mapping[str, int]) -> Resources:
     """The ring, or the tile of C on its way out where that is larger."""
     item = ITEM_BYTES[problem.dtype]
-    operands = (p["block_m"] * p["block_k"] * item, p["block_n"] * p["block_k"] * item)
-    piped = _copies(problem) if config.template == "gemm_vanilla" else (True, True)  # Triton keeps the others single
-    ring = sum(size * (p["num_stages"] if many else 1) for size, many in zip(operands, piped, strict=True))
-    threads = 32 * p["num_warps"]
+    tile_a, tile_b = p["block_m"] * p["block_k"] * item, p["block_n"] * p["block_k"] * item
+    stages_a = stages_b = p["num_stages"]
+    scratch = 0
     if config.template == "gemm_vanilla":
-        ring = max(ring, p["block_m"] * p["block_n"] * ITEM_BYTES[problem.out_dtype])
-    return Resources(ring + _COMPILER_STATE, 0, threads, p["block_m"] * p["block_n"] // threads)
+        # Triton's pipeline: operands that cp.async cannot bring have one buffer; TF32 rounding takes A to registers.
+        one = problem.M == problem.N == problem.K == 1  # all strides are constants then
+        a_copies, b_copies = (one or copied for copied in _copies(problem))
+        stages_a = (stages_a - (problem.dtype == "fp32")) if a_copies else 1
+        stages_b = stages_b if b_copies else 1
+        scratch = p["block_m"] * p["block_n"] * ITEM_BYTES[problem.out_dtype]
+    ring = stages_a * tile_a + stages_b * tile_b
+    threads = 32 * p["num_warps"]
+    return Resources(max(ring, scratch) + _COMPILER_STATE, 0, threads, p["block_m"] * p["block_n"] // threads)
 
 
 def _cp_async_refusal(problem: GemmProblem, operands: Mapping[str, tuple[torch.Tensor, bool]]) -> str | None:
@@ -352,7 +375,9 @@ def _tma_context(problem: GemmProblem, config: Config) -> dict[str, Any]:
         "stage_bytes": (block_m + block_n) * block_k * item,
         "stage_bytes_comment": f"({block_m} + {block_n}) x {block_k} elements of {item} bytes",
         "staging_bytes": rows * epilogue_n * ITEM_BYTES[problem.out_dtype],
-        "tile_comment": "one consumer's tile of C, and one step along K" if pingpong else "one CTA's tile of C, and one step along K",
+        "tile_comment": "one consumer's tile of C, and one step along K"
+        if pingpong
+        else "one CTA's tile of C, and one step along K",
         "turn_barriers": (9, 10),  # named barriers 0 to 7 belong to the compiler
     }
 
@@ -368,7 +393,9 @@ def _pointer_context(problem: GemmProblem, config: Config) -> dict[str, Any]:
     return {
         "a_copies": a_copies,
         "b_copies": b_copies,
-        "stages_comment": "depth of Triton's own software pipeline" if vanilla else "depth of the ring of A and B tiles",
+        "stages_comment": "depth of Triton's own software pipeline"
+        if vanilla
+        else "depth of the ring of A and B tiles",
     }
 
 

@@ -85,7 +85,7 @@ class VectorAdd(Operator[VectorAddProblem]):
         return model.stream_us(self.bytes_moved(problem), self.resources(problem, config), config, gpu)
 
     def inputs(self, problem: VectorAddProblem, device: torch.device | str, seed: int) -> Tensors:
-        """x and y from a normal distribution."""
+        """Two vectors from a normal distribution."""
         import torch
 
         generator = None
