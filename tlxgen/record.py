@@ -47,8 +47,8 @@ class TuningKey(BaseModel):
 class TunedRecord(BaseModel):
     """The best config known for a key, with the evidence.
 
-    `source_hash` is the hash of the kernel's code as it was emitted for the measurement (`KernelSource.code_hash`): a row
-    whose config emits other code today is stale, whatever caused the change (template, macro, helper).
+    `source_hash` is the hash of the kernel's code as it was emitted for the measurement (`KernelSource.code_hash`): a
+    row whose config emits other code today is stale, whatever caused the change (template, macro, helper).
     Times are microseconds of one kernel execution.
     """
 

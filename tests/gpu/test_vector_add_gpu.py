@@ -1,0 +1,37 @@
+"""vector_add gives exactly torch's sums for whole blocks, tails, and vectors shorter than a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tlxgen import devices, ops
+from tlxgen.candidates import candidates
+from tlxgen.emit import emit
+from tlxgen.process import Child
+from tlxgen.trials import Gpu
+
+ADD = ops.get("vector_add")
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Child]:
+    """The process that owns the card."""
+    child = Child()
+    yield child
+    child.kill()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("n", [1, 1023, 1024, 4097, 2**20, 2**20 + 1])
+def test_every_length_is_written_in_full(n: int, dtype: str, child: Child) -> None:
+    problem = ADD.problem((n,), dtype=dtype)
+    card = Gpu("vector_add", problem, seed=3, child=child)
+    card.setup()
+    legal = candidates(problem, devices.target("h200"))
+    for template in ADD.templates:
+        config = next(config for config in legal if config.template == template)
+        verdict = card.gate(config.id, emit(ADD, problem, config))
+        assert verdict.status == "ok", f"{config.short}: {verdict.message}"
+        assert verdict.error is not None
