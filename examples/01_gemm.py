@@ -1,0 +1,84 @@
+"""Loads the tuned GEMM, checks it against float64 and times it against torch.
+
+tlxgen tune gemm 4096 4096 4096
+python examples/01_gemm.py
+
+Without a CUDA GPU torch computes a small product, and what is stored for an H200 is shown.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+import tlxgen
+from tlxgen import devices, ops, runtime
+
+SHAPE = (4096, 4096, 4096)
+SMALL = (256, 256, 256)  # a CPU has it in a moment
+
+
+def main() -> None:
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        show_stored()
+    M, N, K = SHAPE if gpu else SMALL  # noqa: N806 - the field's names
+    mm = tlxgen.get_kernel("gemm", (M, N, K), dtype=torch.bfloat16)
+    print(f"{mm.problem.label}: origin {mm.origin}")
+    print(f"  {mm.explain()}")
+
+    device = "cuda" if gpu else "cpu"
+    a = torch.randn(M, K, dtype=torch.bfloat16, device=device)
+    b = torch.randn(K, N, dtype=torch.bfloat16, device=device)
+    c = mm(a, b)
+    exact = a.double() @ b.double()
+    error, error_torch = relative_error(c, exact), relative_error(a @ b, exact)
+    print(f"  relative error against float64 {error:.2e}; torch's own {error_torch:.2e}")
+    assert error <= 2 * error_torch
+
+    if gpu:
+        times = times_us({"tlxgen": lambda: mm(a, b, out=c), "torch": lambda: torch.mm(a, b, out=c)})
+        for name, time_us in times.items():
+            print(f"  {name:6} {time_us:8.1f} us, {2 * M * N * K / time_us * 1e-6:.0f} TFLOP/s")
+        print("  a rough look; `tlxgen tune` and benchmarks/ measure with care")
+    else:
+        print("  no CUDA GPU: torch computed this, and there is nothing to time")
+
+
+def show_stored() -> None:
+    """What `tlxgen show gemm 4096 4096 4096 --target h200` says: the kernel that an H200 would be given."""
+    problem = ops.get("gemm").problem(SHAPE)
+    h200 = devices.target("h200")
+    kernel = runtime.Kernel(problem, runtime.select(problem, h200), h200)
+    says = {
+        "tuned": "measured on an H200",
+        "predicted": "compiled and ranked by the analytic model, never measured",
+        "default": "nothing is stored: the analytic model's favourite",
+    }
+    print(f"{problem.label} on an H200: origin {kernel.origin} ({says.get(kernel.origin, 'no TLX kernel')})")
+    print(f"  {kernel.explain()}")
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm())
+
+
+def times_us(calls: dict[str, Callable[[], object]], rounds: int = 50) -> dict[str, float]:
+    """Median microseconds of each call between two CUDA events, the calls taking turns."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 5):
+        for name, call in calls.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            call()
+            stop.record()
+            stop.synchronize()
+            if turn >= 5:  # the first few warm up
+                samples[name].append(start.elapsed_time(stop) * 1e3)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tlxgen import paths
 from tlxgen.compile_pool import CompilePool
 from tlxgen.devices import Gpu, target
 from tlxgen.process import Child
@@ -29,6 +30,12 @@ def _own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 def _own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test has a database of its own."""
     monkeypatch.setenv("TLXGEN_CACHE", str(tmp_path / "tuned.db"))
+
+
+@pytest.fixture
+def no_shipped_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row but the test's own."""
+    monkeypatch.setattr(paths, "SHIPPED_CACHE", tmp_path / "nothing-shipped")
 
 
 @pytest.fixture(scope="session")

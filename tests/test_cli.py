@@ -43,7 +43,7 @@ Run = Callable[..., Done]
 
 
 @pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_gpu(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[None]:
     """The tests are of machines without a GPU, wherever they run."""
     monkeypatch.setattr(devices, "detect", lambda index=None: None)
     runtime.forget()

@@ -35,7 +35,7 @@ A100 = replace(H200, slug="a100-sxm4", sm_count=108, capability=(8, 0))
 
 
 @pytest.fixture(autouse=True)
-def _nothing_remembered() -> Iterator[None]:
+def _nothing_remembered(no_shipped_configs: None) -> Iterator[None]:
     runtime.forget()
     yield
     runtime.forget()

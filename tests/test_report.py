@@ -1,0 +1,166 @@
+"""The README's table: made of the newest results of the suite, and of nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+
+README = f"# title\n\nbefore\n\n{report._OPEN}\nold\n{report._CLOSE}\n\nafter\n"
+
+
+def row(kind: str, m: int, time_us: float, peer_us: float = 200.0, **changes: Any) -> dict[str, Any]:
+    problem = {"M": m, "N": 512, "K": 256, "dtype": "bf16", "out_dtype": "bf16", "layout": "nn", "epilogue": "none"}
+    params = {"group_m": 8, "block_m": 128, "block_n": 64, "block_k": 32, "num_stages": 5, "pdl": "early"}
+    return {
+        "kind": kind,
+        "op": "gemm",
+        "problem": {**problem, **changes},
+        "config": {"template": "gemm_tma_pingpong", "params": params},
+        "time_us": time_us,
+        "peer_us": peer_us,
+        "ratio": round(peer_us / time_us, 4),
+        "tflops": 123.4,
+    }
+
+
+def write(folder: Path, rows: list[dict[str, Any]], name: str = "2001-02-03-gemm-h200.json") -> Path:
+    content = {
+        "date": name[:10],
+        "gpu": "h200",
+        "sm_count": 132,
+        "driver": "1.2.3",
+        "versions": {"tlxgen": "0.0.1", "python": "3.12.3", "toolchain": "fbtriton 1, ptxas 2", "cuda": "13.0"},
+        "protocol": "graph-1",
+        "rows": rows,
+    }
+    path = folder / name
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def readme(tmp_path: Path) -> Path:
+    path = tmp_path / "README.md"
+    path.write_text(README, encoding="utf-8")
+    return path
+
+
+def ascii_text(readme: Path) -> str:
+    return readme.read_text(encoding="utf-8").replace("\N{MULTIPLICATION SIGN}", "x")
+
+
+def run(results: Path, readme: Path, *more: str) -> int:
+    return report.main(["--results", str(results), "--readme", str(readme), *more])
+
+
+def test_the_table_has_the_measured_numbers(results: Path, readme: Path) -> None:
+    write(results, [row("tuned", 1024, 100.0), row("default", 1024, 250.0), row("tuned", 2048, 400.0)])
+    assert run(results, readme) == 0
+    text = ascii_text(readme)
+    config = "tma_pingpong 128x64x32, 5 stages, group_m 8, pdl early"
+    assert f"| 1024x512x256 | 100.0 | 200.0 | 2.000 | 123 | 0.800 | {config} |" in text
+    assert f"| 2048x512x256 | 400.0 | 200.0 | 0.500 | 123 | - | {config} |" in text
+    assert "tuned 1.000 over 2 shapes (least 0.500), default config 0.800 over 1 shape (least 0.800)" in text
+    assert "One H200 (132 SMs), 2001-02-03, driver 1.2.3" in text
+    assert "tlxgen 0.0.1, Python 3.12.3, fbtriton 1, ptxas 2, CUDA 13.0; protocol graph-1. All shapes bf16, nn." in text
+    assert "benchmarks/results/2001-02-03-gemm-h200.json" in text
+
+
+def test_what_is_outside_the_markers_stays(results: Path, readme: Path) -> None:
+    write(results, [row("tuned", 1024, 100.0)])
+    run(results, readme)
+    text = ascii_text(readme)
+    assert text.startswith(f"# title\n\nbefore\n\n{report._OPEN}\n")
+    assert text.endswith(f"\n{report._CLOSE}\n\nafter\n")
+    assert "old" not in text
+
+
+def test_a_shape_that_was_not_tuned_says_so(results: Path, readme: Path) -> None:
+    write(results, [row("default", 1024, 250.0)])
+    run(results, readme)
+    assert "| 1024x512x256 | not tuned | 200.0 | - | - | 0.800 | - |" in ascii_text(readme)
+
+
+def test_other_dtypes_and_epilogues_are_named_by_shape(results: Path, readme: Path) -> None:
+    write(results, [row("tuned", 1024, 100.0), row("tuned", 1024, 50.0, out_dtype="fp32", epilogue="bias")])
+    run(results, readme)
+    text = ascii_text(readme)
+    assert "| 1024x512x256 bf16, nn |" in text
+    assert "| 1024x512x256 bf16, nn, fp32 out, bias |" in text
+    assert "All shapes" not in text
+
+
+def test_the_newest_file_counts_and_exhaustive_ones_do_not(results: Path) -> None:
+    write(results, [], "2001-02-03-gemm-h200.json")
+    latest = write(results, [], "2001-11-03-gemm-h100-pcie.json")
+    write(results, [], "2002-01-01-exhaustive-gemm-h200.json")
+    write(results, [], "2002-01-01-exhaustive-gemm-4096x4096x4096-h200.json")
+    assert report.newest(results) == latest
+
+
+def test_without_results_it_says_that_nothing_was_measured(results: Path, readme: Path) -> None:
+    write(results, [row("tuned", 1024, 100.0)], "2002-01-01-exhaustive-gemm-h200.json")
+    assert run(results, readme) == 0
+    text = ascii_text(readme)
+    assert "Nothing has been measured yet" in text
+    assert "|" not in text
+
+
+def test_check_changes_nothing_and_tells(results: Path, readme: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(results, [row("tuned", 1024, 100.0)])
+    assert run(results, readme, "--check") == 1
+    assert ascii_text(readme) == README
+    assert "out of date" in capsys.readouterr().err
+    assert run(results, readme) == 0
+    assert run(results, readme, "--check") == 0
+
+
+def test_writing_twice_changes_nothing(results: Path, readme: Path) -> None:
+    write(results, [row("tuned", 1024, 100.0)])
+    run(results, readme)
+    first = readme.read_bytes()
+    run(results, readme)
+    assert readme.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no markers", f"{report._CLOSE}\n{report._OPEN}\n", README + README, f"{report._OPEN}\n"],
+    ids=["none", "turned", "twice", "unfinished"],
+)
+def test_wrong_markers_are_refused(results: Path, readme: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    readme.write_text(text, encoding="utf-8")
+    assert run(results, readme) == 2
+    assert report._OPEN in capsys.readouterr().err
+    assert ascii_text(readme) == text
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]"], ids=["empty", "no fields", "a list"])
+def test_a_file_that_is_no_result_is_refused_by_name(
+    results: Path, readme: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (results / "2001-02-03-gemm-h200.json").write_text(content, encoding="utf-8")
+    assert run(results, readme) == 2
+    assert "2001-02-03-gemm-h200.json" in capsys.readouterr().err
+
+
+def test_a_time_of_zero_is_refused(results: Path, readme: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(results, [{**row("tuned", 1024, 100.0), "time_us": 0.0}])
+    assert run(results, readme) == 2
+    assert "rows.0.time_us" in capsys.readouterr().err
+
+
+def test_the_readme_of_the_project_is_up_to_date() -> None:
+    assert report.main(["--check"]) == 0
