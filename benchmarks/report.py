@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, PositiveFloat, ValidationError
+from pydantic import BaseModel, NonNegativeFloat, PositiveFloat, ValidationError
 
 _ROOT = Path(__file__).parent.parent
 _OPEN, _CLOSE = "<!-- gemm-suite -->", "<!-- /gemm-suite -->"
@@ -28,10 +28,9 @@ _RESULTS = re.compile(r"\d{4}-\d{2}-\d{2}-gemm-[a-z0-9-]+\.json")
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _HEADER = (_TIMES.join("MNK"), "tlxgen µs", "cuBLAS µs", "ratio", "TFLOP/s", "default's ratio", "config")
-_NOTHING = (
-    "Nothing has been measured yet by this suite. `python -m benchmarks.suite benchmarks/suites/gemm.yaml` measures on a "
-    "Hopper\nGPU, and `python -m benchmarks.report` writes the table here."
-)
+_NOTHING = """\
+Nothing has been measured yet by this suite. `python -m benchmarks.suite benchmarks/suites/gemm.yaml` measures on a
+Hopper GPU, and `python -m benchmarks.report` writes the table here."""
 _NAMES = {"cuda": "CUDA", "python": "Python", "toolchain": ""}
 
 
@@ -46,6 +45,7 @@ class Row(BaseModel):
     problem: dict[str, Any]
     config: dict[str, Any]
     time_us: PositiveFloat
+    spread: NonNegativeFloat  #: interquartile range of the rounds
     peer_us: PositiveFloat
     ratio: PositiveFloat
     tflops: PositiveFloat
@@ -115,8 +115,10 @@ def section(results: Results | None, source: str = "") -> str:
         f"One {results.gpu.upper()} ({results.sm_count} SMs), {results.date}, driver {results.driver}; "
         f"{_versions(results.versions)}; protocol {results.protocol}."
         + (f" All shapes {kinds[0]}." if len(kinds) == 1 else ""),
+        "",
         _means(shapes),
-        f"Ratio: cuBLAS's time over the kernel's, of the same rounds. Source: [{source}]({source}).",
+        f"Ratio: cuBLAS's median time over the kernel's, of the same rounds. {_spread(results.rows)}",
+        f"Source: [{source}]({source}).",
         "",
         f"| {' | '.join(_HEADER)} |",
         "|---|--:|--:|--:|--:|--:|---|",
@@ -152,6 +154,11 @@ def _means(shapes: Sequence[Shape]) -> str:
             mean = statistics.geometric_mean(ratios)
             parts.append(f"{name} {mean:.3f} over {_count(len(ratios))} (least {min(ratios):.3f})")
     return f"Geometric mean of the ratios: {', '.join(parts)}."
+
+
+def _spread(rows: Sequence[Row]) -> str:
+    spreads = [row.spread / row.time_us for row in rows]
+    return f"Interquartile range of the rounds: {min(spreads):.1%} to {max(spreads):.1%} of the time."
 
 
 def _count(shapes: int) -> str:

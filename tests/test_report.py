@@ -22,6 +22,7 @@ def row(kind: str, m: int, time_us: float, peer_us: float = 200.0, **changes: An
         "problem": {**problem, **changes},
         "config": {"template": "gemm_tma_pingpong", "params": params},
         "time_us": time_us,
+        "spread": 2.0,
         "peer_us": peer_us,
         "ratio": round(peer_us / time_us, 4),
         "tflops": 123.4,
@@ -73,6 +74,7 @@ def test_the_table_has_the_measured_numbers(results: Path, readme: Path) -> None
     assert f"| 1024x512x256 | 100.0 | 200.0 | 2.000 | 123 | 0.800 | {config} |" in text
     assert f"| 2048x512x256 | 400.0 | 200.0 | 0.500 | 123 | - | {config} |" in text
     assert "tuned 1.000 over 2 shapes (least 0.500), default config 0.800 over 1 shape (least 0.800)" in text
+    assert "Interquartile range of the rounds: 0.5% to 2.0% of the time." in text
     assert "One H200 (132 SMs), 2001-02-03, driver 1.2.3" in text
     assert "tlxgen 0.0.1, Python 3.12.3, fbtriton 1, ptxas 2, CUDA 13.0; protocol graph-1. All shapes bf16, nn." in text
     assert "benchmarks/results/2001-02-03-gemm-h200.json" in text

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tlxgen import cli_cache, ops
 from tlxgen._version import __version__
-from tlxgen.errors import InvalidConfigError, InvalidProblemError, TlxgenError
+from tlxgen.errors import InvalidConfigError, InvalidProblemError, OutputError, TlxgenError
 from tlxgen.problem import Problem
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -105,7 +105,7 @@ def show(
 
     problem = parse(operator, sizes, dtype=dtype, out_dtype=out_dtype, layout=layout, epilogue=epilogue)
     gpu = devices.target(target) if target else devices.detect()
-    kernel = runtime.Kernel(problem, runtime.select(problem, gpu), gpu)
+    kernel = runtime.Kernel(problem, runtime.select(problem, gpu, note_miss=False), gpu)
     if as_json:
         config = kernel.config.model_dump() if kernel.config else None
         answer = {"problem": problem.model_dump(), "origin": kernel.origin, "config": config, "why": kernel.explain()}
@@ -142,7 +142,10 @@ def emit(
     if output is None:
         typer.echo(text, nl=False)
     else:
-        output.write_text(text, encoding="utf-8")
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"--output {output}: {error.strerror}") from None
         _log.print(f"{output}: {config.short}")
 
 
@@ -189,7 +192,7 @@ def _chosen_config(problem: Problem, gpu: Any, template: str | None, params: lis
     from tlxgen.config import Config
 
     if template is None and not params:
-        choice = runtime.select(problem, gpu)
+        choice = runtime.select(problem, gpu, note_miss=False)
         if choice.config is not None:
             return choice.config
     templates = (template,) if template else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tlxgen import facts, loader, ops, toolchain
+from tlxgen import binaries, facts, loader, ops, toolchain
 from tlxgen.emit import KernelSource
 from tlxgen.errors import CompileError
 from tlxgen.facts import Facts
@@ -51,7 +51,12 @@ def compile_kernel(module: ModuleType, args: Sequence[Any], capability: tuple[in
         backend, dict(module.OPTIONS), bound, specialization, options
     )
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options=options.__dict__)
+    known = binaries.recall(source, options, target)
+    if known is not None:
+        return known
+    compiled = triton.compile(source, target=target, options=options.__dict__)
+    binaries.remember(compiled, source, options, target)
+    return compiled
 
 
 def compile_candidate(source: KernelSource, capability: tuple[int, int]) -> Binary:

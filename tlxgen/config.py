@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import TypeAlias
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 Value: TypeAlias = bool | int | str
 
@@ -22,6 +22,12 @@ class Config(BaseModel):
 
     template: str
     params: dict[str, Value]
+
+    @field_validator("params")
+    @classmethod
+    def _in_order(cls, params: dict[str, Value]) -> dict[str, Value]:
+        """By name, so that equal configs print and emit alike wherever they come from."""
+        return dict(sorted(params.items()))
 
     @property
     def id(self) -> str:

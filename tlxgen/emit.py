@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import io
+import json
+import re
 import tokenize
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -37,14 +39,17 @@ class KernelSource:
     def code_hash(self) -> str:
         """Hash of the code without comments, docstrings and self-check.
 
-        Two sources with one hash compile to one kernel, so this says whether a stored measurement still speaks of
-        the kernel that would be emitted now. Editing a comment changes nothing; editing a template, a macro or a
-        helper of the generator does, as far as it reaches this kernel. Made of tokens, which every supported Python
-        reads alike (the dump of a syntax tree differs between versions).
+        Two sources with one hash compile to one kernel, so this says whether a stored measurement still
+        speaks of the kernel that would be emitted now. Editing a comment changes nothing; editing a template, a macro
+        or a helper of the generator does, as far as it reaches this kernel. Made of tokens, which every supported
+        Python reads alike (the dump of a syntax tree differs between versions).
         """
         skipped = _lines_without_effect(ast.parse(self.text))
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
-        code = (t.string for t in tokens if t.type not in _LAYOUT and t.start[0] not in skipped)
+        code = [t.string for t in tokens if t.type not in _LAYOUT and t.start[0] not in skipped]
+        # Dtypes reach a kernel through its arguments, and do not show in the text.
+        fields = self.problem.model_dump(exclude=set(self.problem.sizes))
+        code.append(json.dumps(fields, sort_keys=True))
         return hashlib.sha256("\0".join(code).encode()).hexdigest()[:32]
 
     @property
@@ -98,18 +103,19 @@ def template_hash(template: str, root: Path | None = None) -> str:
     return digest.hexdigest()[:12]
 
 
+#: What one template names of another. Jinja's own parser would tell as well, at the price of parsing everything twice.
+_REFERENCE = re.compile(r"{%-?\s*(?:import|from|include|extends)\s+['\"]([^'\"]+)['\"]")
+
+
 def _closure(environment: jinja2.Environment, name: str) -> set[str]:
     """A template's name and those of all that it refers to, directly or not."""
-    from jinja2 import meta
-
     found: set[str] = set()
     pending = [name]
     while pending:
         current = pending.pop()
         if current not in found:
             found.add(current)
-            references = meta.find_referenced_templates(environment.parse(_text(environment, current)))
-            pending += [reference for reference in references if reference]
+            pending += _REFERENCE.findall(_text(environment, current))
     return found
 
 

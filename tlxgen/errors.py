@@ -35,6 +35,12 @@ class ToolchainError(TlxgenError):
     """The installed `triton` lacks TLX, or a tool that ships with it is missing."""
 
 
+class OutputError(TlxgenError):
+    """A file that was asked for cannot be written."""
+
+    exit_code = 2
+
+
 class CompileError(TlxgenError):
     """A candidate did not compile.
 
@@ -45,6 +51,10 @@ class CompileError(TlxgenError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+    def __reduce__(self) -> tuple[type[CompileError], tuple[str, str]]:
+        """Both arguments, so that the error survives the way from the process that compiled."""
+        return type(self), (self.kind, str(self))
 
 
 class TuningError(TlxgenError):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tlxgen import accuracy, devices, loader, ops
 from tlxgen.devices import Gpu
 from tlxgen.emit import KernelSource
+from tlxgen.errors import UnsupportedDeviceError
 from tlxgen.problem import Problem
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ class Setup:
         global _session  # noqa: PLW0603 - jobs of one process share the card
         operator = ops.get(self.operator)
         gpu = devices.detect()
-        assert gpu is not None
+        if gpu is None:
+            raise UnsupportedDeviceError("measuring needs a CUDA GPU, and torch sees none here")
         torch.backends.cuda.matmul.allow_tf32 = True  # the peer of an fp32 problem, which is computed through TF32
         per_set = operator.bytes_moved(self.problem)
         count = max(2, min(_MAX_LAUNCHES, math.ceil(3 * gpu.l2_bytes / per_set)))

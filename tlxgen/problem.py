@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -86,9 +87,13 @@ def parse_problem(
         InvalidProblemError: one line that names the argument, the value and the rule.
     """
     if isinstance(shape, problem_type):
-        return problem_type(**{**shape.model_dump(), **options}) if options else shape
-    if isinstance(shape, Mapping):
+        if not options:
+            return shape
+        fields = {name: value for name, value in shape.model_dump().items() if name not in options}
+    elif isinstance(shape, Mapping):
         fields = dict(shape)
+    elif not isinstance(shape, Iterable):
+        raise InvalidProblemError(f"{problem_type.operator}: shape {shape!r} is neither sizes, fields nor a Problem")
     else:
         sizes, given = problem_type.sizes, tuple(shape)
         if len(given) != len(sizes):
@@ -111,4 +116,5 @@ def _one_line(operator: str, error: ValidationError) -> str:
         return f"{operator} has no field {name!r}"
     if first["type"] == "missing":
         return f"{operator} needs {name}"
-    return f"{operator}: {message}" if name in message else f"{operator}: {name} = {first['input']!r}: {message}"
+    told = re.search(rf"\b{re.escape(name)}\b", message) is not None
+    return f"{operator}: {message}" if told else f"{operator}: {name} = {first['input']!r}: {message}"

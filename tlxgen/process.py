@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import pickle
 import signal
@@ -20,6 +21,15 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_BOOT = """
+import sys
+sys.path.pop(0)
+import json
+sys.path[:] = json.loads(sys.argv[1])
+from tlxgen.process import main
+main(int(sys.argv[2]))
+"""
 
 #: Bytes of a dead child's last words that go into the error message.
 _TAIL = 2000
@@ -36,7 +46,8 @@ class ChildDiedError(Exception):
 class Child:
     """Runs one job at a time; started on first use, and again after a death.
 
-    A job is a picklable callable without arguments. Jobs of one child may share state through module globals.
+    A job is a picklable callable without arguments. Jobs of one child may share state through module globals. The child
+    ends with the thread that started it, so that no hung kernel outlives its tuner.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
@@ -93,7 +104,8 @@ class Child:
         # The compiler prints whole modules when it fails: to a file that only a death makes interesting.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tlxgen.process", str(theirs.fileno())],
+            # The child imports from where we do; `-m` would put the current directory first.
+            [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -135,12 +147,15 @@ def _serve(connection: Connection) -> None:
             answer = (False, error)
         try:
             message = pickle.dumps(answer)
+            if not answer[0]:
+                pickle.loads(message)  # noqa: S301 - an exception class may refuse to be rebuilt
         except Exception:  # noqa: BLE001 - an exception that cannot travel, as text
             message = pickle.dumps((False, RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}")))
         connection.send_bytes(message)
 
 
-if __name__ == "__main__":
+def main(descriptor: int) -> None:
+    """The child's life: jobs from a connection that the parent opened."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    _serve(Connection(int(sys.argv[1])))
+    _serve(Connection(descriptor))

@@ -102,8 +102,8 @@ class Kernel:
 
     def explain(self) -> str:
         """Which kernel this is, and why the better choices did not apply."""
-        chosen = self.config.short if self.config else "torch"
-        return "; ".join([*self._choice.passed_over, f"{self.origin}: {chosen}"])
+        chosen = [f"{self.origin}: {self.config.short}"] if self.config else []
+        return "; ".join([*self._choice.passed_over, *chosen])
 
     def __call__(self, *tensors: torch.Tensor, out: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
         """Computes the problem on these tensors.
@@ -111,8 +111,8 @@ class Kernel:
         Raises:
             LaunchError: a tensor has another shape, dtype or device than the problem asks for.
         """
-        inputs = {**dict(zip(_INPUT_NAMES[self.problem.operator], tensors, strict=False)), **named}
-        wrong = self._operator.check_call(self.problem, inputs)
+        inputs = self._inputs(tensors, named)
+        wrong = self._operator.check_call(self.problem, inputs) or self._wrong_output(inputs, out)
         if wrong:
             raise LaunchError(f"{self.problem.label}: {wrong}")
         if self.origin == "torch" or self.problem.empty:
@@ -120,6 +120,27 @@ class Kernel:
         output = self._operator.output(self.problem, inputs) if out is None else out
         self._plan(inputs, output).launch(inputs, output)
         return output
+
+    def _inputs(self, tensors: tuple[torch.Tensor, ...], named: dict[str, Any]) -> dict[str, Any]:
+        names = self._operator.inputs_in_order
+        if len(tensors) > len(names):
+            raise LaunchError(f"{self.problem.label}: takes {len(names)} tensors by position, got {len(tensors)}")
+        inputs = dict(zip(names, tensors, strict=False))
+        twice = sorted(set(inputs) & set(named))
+        if twice:
+            raise LaunchError(f"{self.problem.label}: {twice[0]} is given twice")
+        return {**inputs, **named}
+
+    def _wrong_output(self, inputs: dict[str, Any], out: torch.Tensor | None) -> str | None:
+        """Why `out` cannot take the result: shape, dtype or device."""
+        if out is None:
+            return None
+        shape, dtype = self._operator.output_like(self.problem)
+        device = next(iter(inputs.values())).device
+        if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
+            found = f"shape {tuple(out.shape)}, dtype {out.dtype} and device {out.device}"
+            return f"out has {found}; the result has {shape}, {dtype} and {device}"
+        return None
 
     def _plan(self, inputs: dict[str, Any], output: torch.Tensor) -> _Plan:
         """How tensors that lie in memory like these are computed; made once for each way to lie."""
@@ -159,10 +180,6 @@ def torch_is_capturing() -> bool:
     import torch
 
     return torch.cuda.is_current_stream_capturing()
-
-
-#: Positional parameters of a kernel's call.
-_INPUT_NAMES = {"gemm": ("a", "b"), "vector_add": ("x", "y")}
 
 
 class _Plan:
@@ -237,19 +254,19 @@ def _refuse_other_devices(problem: Problem, inputs: dict[str, Any], output: torc
             )
 
 
-def select(problem: Problem, gpu: Gpu | None) -> Choice:
-    """Goes down the list of choices."""
+def select(problem: Problem, gpu: Gpu | None, *, note_miss: bool = True) -> Choice:
+    """Goes down the list of choices; with `note_miss` a missing row is noted for `tlxgen cache untuned`."""
     if problem.empty:
         return Choice("torch", None, ("a size is zero: nothing to launch",))
     if gpu is None:
-        return Choice("torch", None, ("no CUDA GPU: torch computes",))
+        return Choice("torch", None, ("no CUDA GPU here: torch computes",))
     passed_over: list[str] = []
     if gpu.capability != (9, 0):
         passed_over.append(f"compute capability {gpu.capability[0]}.{gpu.capability[1]} is not Hopper's 9.0")
     elif not toolchain.has_tlx():
         passed_over.append("the installed triton has no TLX (see `tlxgen doctor`)")
     else:
-        record, reason = _stored(problem, gpu)
+        record, reason = _stored(problem, gpu, note_miss=note_miss)
         if record is not None:
             origin: Origin = "tuned" if record.origin == "measured" else "predicted"
             return Choice(origin, record.config)
@@ -260,10 +277,10 @@ def select(problem: Problem, gpu: Gpu | None) -> Choice:
     config = vanilla_config(problem, gpu)
     if config is not None and _has_triton():
         return Choice("vanilla", config, tuple(passed_over))
-    return Choice("torch", None, (*passed_over, "no plain Triton kernel either"))
+    return Choice("torch", None, (*passed_over, "no plain Triton kernel either: torch computes"))
 
 
-def _stored(problem: Problem, gpu: Gpu) -> tuple[TunedRecord | None, str]:
+def _stored(problem: Problem, gpu: Gpu, *, note_miss: bool) -> tuple[TunedRecord | None, str]:
     """The stored row if it may be served, or why not."""
     from tlxgen import space
     from tlxgen.staleness import why_other_code
@@ -272,7 +289,8 @@ def _stored(problem: Problem, gpu: Gpu) -> tuple[TunedRecord | None, str]:
     key = tuning_key(problem, gpu.key)
     record = store.get(key)
     if record is None:
-        store.note_untuned(key)
+        if note_miss:
+            store.note_untuned(key)
         return None, f"no tuned row for {problem.label} on {gpu.slug} ({gpu.sm_count} SMs), {key.toolchain}"
     reason = space.why_illegal(ops.get(problem.operator), problem, record.config, gpu) or why_other_code(record)
     if reason is None:

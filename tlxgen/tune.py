@@ -33,7 +33,9 @@ from tlxgen.trials import Gpu as Card
 from tlxgen.trials import Timing, timings
 
 _LOOK_ROUNDS = 5
-_FINAL_ROUNDS = 25
+_SEMIFINAL_ROUNDS = 11
+_SEMIFINALISTS = 24
+_FINAL_ROUNDS = 31
 _FINALISTS = 8
 
 
@@ -87,6 +89,7 @@ def rank(
     *,
     budget: Budget,
     workers: int | None = None,
+    templates: tuple[str, ...] | None = None,
     progress: Progress | None = None,
 ) -> TuneResult:
     """Tuning without a GPU: compiles the model's favourites and keeps the best that compiles well as `predicted`.
@@ -95,7 +98,7 @@ def rank(
         TuningError: none compiles.
     """
     operator = ops.get(problem.operator)
-    legal = candidates(problem, gpu)
+    legal = candidates(problem, gpu, templates)
     state = State(len(legal), budget)
     compiled: dict[Config, Binary] = {}
     with CompilePool(gpu.capability, workers) as pool:
@@ -317,19 +320,26 @@ class _Run:
             self.store.put(self._record(best, Timing(time_us, 0.0, self.report.peer_us, (), ())))
 
     def finish(self, interrupted: bool) -> TuneResult:
-        """The final between the leaders and the incumbent; stores the winner."""
-        leaders = sorted(self.relative, key=self.relative.__getitem__)[:_FINALISTS]
-        if self.incumbent is not None and self.incumbent.config not in leaders:
-            leaders.append(self.incumbent.config)
-        names = {config.id: config for config in leaders if self._is_loaded(config)}
-        found = timings(self.card.measure(list(names), 7 if interrupted else _FINAL_ROUNDS)) if names else {}
-        timed = {names[name]: timing for name, timing in found.items()}
+        """Longer looks at fewer: a semifinal, then the final with the incumbent and the default; stores the winner."""
+        leaders = sorted(self.relative, key=self.relative.__getitem__)
+        if not interrupted:
+            semifinal = self._timings(leaders[:_SEMIFINALISTS], _SEMIFINAL_ROUNDS)
+            leaders = sorted(semifinal, key=lambda config: semifinal[config].time_us)
+        always = [self.legal[0], *([self.incumbent.config] if self.incumbent else [])]
+        finalists = list(dict.fromkeys([*leaders[:_FINALISTS], *always]))
+        timed = self._timings(finalists, _SEMIFINAL_ROUNDS if interrupted else _FINAL_ROUNDS)
         if not timed:
             raise TuningError(_nothing_works(self.problem, self.state))
         best = final.winner(timed, self.incumbent.config if self.incumbent else None)
         record = self._record(best, timed[best])
         self.state.best, self.state.best_us, self.state.best_ratio = best, record.time_us, record.ratio
         return TuneResult(record, self.store.put(record), self.state, interrupted, timed)
+
+    def _timings(self, configs: list[Config], rounds: int) -> dict[Config, Timing]:
+        """One interleaved measurement of those that (still) pass the gate."""
+        names = {config.id: config for config in configs if self._is_loaded(config)}
+        found = timings(self.card.measure(list(names), rounds)) if names else {}
+        return {names[name]: timing for name, timing in found.items()}
 
     def _is_loaded(self, config: Config) -> bool:
         """Whether the card knows the candidate; those of earlier runs pass the gate again first."""

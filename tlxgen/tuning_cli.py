@@ -15,6 +15,7 @@ from tlxgen.devices import Gpu
 from tlxgen.errors import InvalidConfigError, UnsupportedDeviceError
 from tlxgen.problem import Problem
 from tlxgen.search import SEARCHES
+from tlxgen.shipped import import_shipped
 from tlxgen.store import Store
 from tlxgen.toolchain import require_tlx
 from tlxgen.tune import Budget, State, TuneResult, rank, tune
@@ -56,18 +57,27 @@ def run(
     gpu = _target(present, target, compile_only)
     measuring = not compile_only and present is not None and gpu.slug == present.slug
     with Store.open(read_only_ok=False) as store:
+        import_shipped(store)  # so that what is reported as kept is what `get_kernel` will find
         if not measuring:
             why = "--compile-only" if compile_only else "no Hopper GPU here"
-            log.print(f"{why}: compiling for {gpu.slug} and ranking by the analytic model; nothing is measured")
+            log.print(
+                f"{why}: compiling for {gpu.slug} and ranking by the analytic model; nothing is measured",
+                soft_wrap=True,
+            )
             budget = Budget(trials or _TRIALS_WITHOUT_GPU, seconds)
             with _bar(problem, log) as progress:
-                result = rank(problem, gpu, store, budget=budget, workers=workers, progress=progress)
+                result = rank(
+                    problem, gpu, store, budget=budget, workers=workers, templates=templates, progress=progress
+                )
         else:
             budget = Budget(trials or _TRIALS, seconds)
             with gpu_lock.exclusive(log.print), _bar(problem, log) as progress:
                 busy = gpu_lock.other_processes()
                 if busy:
-                    log.print(f"warning: {busy} other process(es) compute on this GPU; times will be unreliable")
+                    log.print(
+                        f"warning: {busy} other process(es) compute on this GPU; times will be unreliable",
+                        soft_wrap=True,
+                    )
                 result = tune(
                     problem,
                     store,
@@ -80,7 +90,7 @@ def run(
                 )
     typer.echo(json.dumps(as_dict(result)) if as_json else describe(problem, result))
     if result.interrupted:
-        log.print("interrupted: the best so far is kept; the same command goes on from here")
+        log.print("interrupted: the best so far is kept; the same command goes on from here", soft_wrap=True)
 
 
 def _target(present: Gpu | None, target: str | None, compile_only: bool) -> Gpu:

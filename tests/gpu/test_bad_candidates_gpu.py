@@ -37,23 +37,23 @@ def broken(config: object, old: str, new: str) -> KernelSource:
     return KernelSource(source.operator, source.problem, source.config, source.text.replace(old, new))
 
 
-STORE = "tl.store(out_ptr + offsets, total, mask=inside)"
+STORE = "tl.store(out_ptr + offsets, total)"
 
 
-def storing(value: str = "total", mask: str = "inside") -> str:
-    """The kernel's last statement with another value or mask."""
+def storing(value: str = "total", mask: str = "offsets < n") -> str:
+    """The store of a whole block with another value or mask."""
     return f"tl.store(out_ptr + offsets, {value}, mask={mask})"
 
 
 PAST_THE_END = "tl.store(out_ptr + n + tl.arange(0, 16), tl.zeros((16,), tl.bfloat16))"
 WRONG = {
     "writes the first half": storing(mask="offsets < n // 2"),
-    "writes the second half": storing(mask="inside & (offsets >= n // 2)"),
+    "writes the second half": storing(mask="(offsets < n) & (offsets >= n // 2)"),
     "writes nothing": storing(mask="offsets < 0"),
     "writes NaN": storing('total * float("nan")'),
     "writes one infinity": storing('tl.where(offsets == 77, float("inf"), total)'),
-    "writes past the end": f"{STORE}\n    {PAST_THE_END}",
-    "misses one element": storing(mask="inside & (offsets != 4321)"),
+    "writes past the end": f"{STORE}\n        {PAST_THE_END}",
+    "misses one element": storing(mask="(offsets < n) & (offsets != 4321)"),
 }
 
 
@@ -65,7 +65,7 @@ def test_a_wrong_result_is_rejected(fault: str, card: Gpu) -> None:
 
 
 def test_an_illegal_access_costs_one_trial(card: Gpu) -> None:
-    verdict = card.gate("bad", broken(VANILLA, STORE, "tl.store(out_ptr + offsets + (1 << 40), total, mask=inside)"))
+    verdict = card.gate("bad", broken(VANILLA, STORE, "tl.store(out_ptr + offsets + (1 << 40), total)"))
     assert verdict.status == "launch_failed"
     assert card.gate("next", emit(ADD, PROBLEM, TMA)).status == "ok"
     assert len(card.measure(["healthy", "next"], 3)["next"]) == 3
@@ -84,7 +84,7 @@ def test_a_hang_costs_its_time_limit(card: Gpu) -> None:
 def test_a_result_that_moves_is_a_race(card: Gpu) -> None:
     noise = "noise = (tl.extra.cuda.globaltimer() % 64).to(tl.float32) * 1e-4"
     store = storing("(total.to(tl.float32) * (1.0 + noise)).to(tl.bfloat16)")
-    moving = broken(VANILLA, STORE, f"{noise}\n    {store}")
+    moving = broken(VANILLA, STORE, f"{noise}\n        {store}")
     assert card.gate("bad", moving).status in ("unstable_result", "wrong_result")
 
 

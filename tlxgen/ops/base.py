@@ -6,7 +6,7 @@ Adding one takes a module in this package with a subclass of `Operator`, its tem
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -41,6 +41,8 @@ class Operator(ABC, Generic[P]):
     templates: ClassVar[tuple[str, ...]]
     #: The library that computes the same, timed beside every candidate.
     peer: ClassVar[str]
+    #: The inputs that a call takes by position.
+    inputs_in_order: ClassVar[tuple[str, ...]]
     #: Name of the output among the parameters of the emitted `arguments` and `launch`.
     output_name: ClassVar[str]
     problem_type: type[P]
@@ -90,8 +92,13 @@ class Operator(ABC, Generic[P]):
         """Fresh random inputs (meta tensors for device `meta`), without the output."""
 
     @abstractmethod
+    def output_like(self, problem: P) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of the result."""
+
     def output(self, problem: P, inputs: Tensors) -> torch.Tensor:
         """An uninitialised output tensor on the inputs' device."""
+        shape, dtype = self.output_like(problem)
+        return inputs[self.inputs_in_order[0]].new_empty(shape, dtype=dtype)
 
     @abstractmethod
     def reference(self, problem: P, inputs: Tensors) -> torch.Tensor:
@@ -108,3 +115,13 @@ class Operator(ABC, Generic[P]):
     @abstractmethod
     def launchable(self, problem: P, config: Config, tensors: Tensors, out: torch.Tensor) -> str | None:
         """Why these very tensors cannot go through the config's template (strides, alignment), or None if they can."""
+
+
+def normal_tensors(device: torch.device | str, seed: int) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
+    """A source of tensors from a normal distribution; on the `meta` device they have no contents."""
+    import torch
+
+    if torch.device(device).type == "meta":
+        return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return lambda shape, dtype: torch.randn(shape, dtype=dtype, device=device, generator=generator)

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from tlxgen import model
 from tlxgen.config import Config, Value
 from tlxgen.devices import Gpu, Hopper
-from tlxgen.ops.base import Operator, Resources, Tensors
+from tlxgen.ops.base import Operator, Resources, Tensors, normal_tensors
 from tlxgen.problem import ITEM_BYTES, DType, Problem, dtype_name, parse_problem, torch_dtype
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class Gemm(Operator[GemmProblem]):
     name = "gemm"
     templates = ("gemm_tma_pingpong", "gemm_tma_cooperative", "gemm_cp_async", "gemm_vanilla")
     peer = "cublas"
+    inputs_in_order = ("a", "b")
     output_name = "c"
     problem_type = GemmProblem
 
@@ -126,6 +127,7 @@ class Gemm(Operator[GemmProblem]):
             "a_copies": _copies(problem)[0],
             "b_copies": _copies(problem)[1],
             "both_k_major": problem.layout == "nt",
+            "long_epilogue": not {"gelu", "residual"}.isdisjoint(problem.epilogue_parts),
         }
 
     def resources(self, problem: GemmProblem, config: Config) -> Resources:
@@ -172,36 +174,29 @@ class Gemm(Operator[GemmProblem]):
 
     def inputs(self, problem: GemmProblem, device: torch.device | str, seed: int) -> Tensors:
         """A and B from a normal distribution, laid out as the problem says; bias, residual and scale if it has them."""
-        import torch
-
         dtype, m, n, k = torch_dtype(problem.dtype), problem.M, problem.N, problem.K
-        generator = None
-        if torch.device(device).type != "meta":
-            generator = torch.Generator(device=device).manual_seed(seed)
-
-        def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
+        normal = normal_tensors(device, seed)
 
         tensors: dict[str, Any] = {
-            "a": normal(k, m).T if problem.a_transposed else normal(m, k),
-            "b": normal(n, k).T if problem.b_transposed else normal(k, n),
+            "a": normal((k, m), dtype).T if problem.a_transposed else normal((m, k), dtype),
+            "b": normal((n, k), dtype).T if problem.b_transposed else normal((k, n), dtype),
         }
         parts = problem.epilogue_parts
         if "bias" in parts:
-            tensors["bias"] = normal(n)
+            tensors["bias"] = normal((n,), dtype)
         if "residual" in parts:
-            tensors["residual"] = normal(m, n, dtype=torch_dtype(problem.out_dtype))
+            tensors["residual"] = normal((m, n), torch_dtype(problem.out_dtype))
         if "scale" in parts:
             tensors["scale"] = 0.5
         return tensors
 
-    def output(self, problem: GemmProblem, inputs: Tensors) -> torch.Tensor:
-        """See `Operator.output`."""
-        return inputs["a"].new_empty((problem.M, problem.N), dtype=torch_dtype(problem.out_dtype))
+    def output_like(self, problem: GemmProblem) -> tuple[tuple[int, ...], torch.dtype]:
+        """See `Operator.output_like`."""
+        return (problem.M, problem.N), torch_dtype(problem.out_dtype)
 
     def reference(self, problem: GemmProblem, inputs: Tensors) -> torch.Tensor:
         """The result in float64."""
-        return _apply_epilogue(problem, inputs["a"].double() @ inputs["b"].double(), inputs)
+        return _apply_epilogue(problem.epilogue_parts, inputs["a"].double() @ inputs["b"].double(), inputs)
 
     def eager(self, problem: GemmProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
         """Library product (cuBLAS through `torch.mm`), then torch's own kernels; fp32 uses TF32 if torch is told to."""
@@ -210,9 +205,14 @@ class Gemm(Operator[GemmProblem]):
         same_dtype = problem.dtype == problem.out_dtype
         if not problem.epilogue_parts and same_dtype:
             return torch.mm(inputs["a"], inputs["b"], out=out)
-        if problem.epilogue_parts == ("bias",) and same_dtype:
+        parts = problem.epilogue_parts
+        if parts == ("bias",) and same_dtype:
             return torch.addmm(inputs["bias"], inputs["a"], inputs["b"], out=out)
-        result = _apply_epilogue(problem, torch.mm(inputs["a"], inputs["b"]), inputs).to(torch_dtype(problem.out_dtype))
+        if parts[:1] == ("bias",):  # the bias inside the product, as nn.Linear adds it: one rounding less
+            product, parts = torch.addmm(inputs["bias"], inputs["a"], inputs["b"]), parts[1:]
+        else:
+            product = torch.mm(inputs["a"], inputs["b"])
+        result = _apply_epilogue(parts, product, inputs).to(torch_dtype(problem.out_dtype))
         return result if out is None else out.copy_(result)
 
     def check_call(self, problem: GemmProblem, tensors: Tensors) -> str | None:
@@ -226,13 +226,16 @@ class Gemm(Operator[GemmProblem]):
         for name, shape in shapes.items():
             tensor = tensors.get(name)
             if tensor is None:
-                return f"the epilogue {problem.epilogue!r} needs {name}"
+                return f"{name} is missing"
             if tuple(tensor.shape) != shape or tensor.dtype != torch_dtype(dtypes[name]):
                 found = f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
                 return f"{name} has {found}; the kernel is for {shape} and {dtypes[name]}"
-        if "scale" in problem.epilogue_parts and "scale" not in tensors:
-            return f"the epilogue {problem.epilogue!r} needs scale, a float"
-        return None
+        if "scale" in problem.epilogue_parts:
+            if not isinstance(tensors.get("scale"), int | float):
+                return f"the epilogue {problem.epilogue!r} needs scale, a number"
+            shapes["scale"] = ()
+        surplus = sorted(set(tensors) - set(shapes))
+        return f"{surplus[0]} has no place in the epilogue {problem.epilogue!r}" if surplus else None
 
     def launchable(self, problem: GemmProblem, config: Config, tensors: Tensors, out: torch.Tensor) -> str | None:
         """See `Operator.launchable`: unit strides as the layout says, and what TMA or cp.async ask of the others."""
@@ -243,6 +246,11 @@ class Gemm(Operator[GemmProblem]):
         }
         if "residual" in tensors:
             operands["residual"] = (tensors["residual"], False)
+        bias = tensors.get("bias")
+        if bias is not None and not bias.is_contiguous():
+            return f"bias has stride {bias.stride(0)}; the kernel reads it contiguous"
+        if out.stride(0) < out.shape[1] and out.shape[0] > 1:
+            return f"c has rows {out.stride(0)} elements apart, which overlap"
         for name, (tensor, transposed) in operands.items():
             refusal = _layout_refusal(name, tensor, transposed) or (
                 _tma_refusal(name, tensor, transposed) if "tma" in config.template else None
@@ -294,7 +302,8 @@ def _tma_resources(problem: GemmProblem, config: Config, p: Mapping[str, int]) -
     residual = "residual" in problem.epilogue_parts
     ring = p["num_stages"] * (p["block_m"] + p["block_n"]) * p["block_k"] * ITEM_BYTES[problem.dtype]
     barriers = 2 * p["num_stages"] + (consumers if residual else 0)
-    scratch = staging if residual and rows > Hopper.WGMMA_M else 0  # two wgmma rows: the residual changes layout
+    # The residual changes layout on its way into the accumulator, through up to a staging tile of each consumer's own.
+    scratch = consumers * staging if residual else 0
     scratch = max(scratch, 4 * columns if "bias" in problem.epilogue_parts else 0)
     return Resources(
         shared_bytes=ring + consumers * staging + scratch + 8 * barriers + _COMPILER_STATE,
@@ -309,14 +318,14 @@ def _pointer_resources(problem: GemmProblem, config: Config, p: Mapping[str, int
     item = ITEM_BYTES[problem.dtype]
     tile_a, tile_b = p["block_m"] * p["block_k"] * item, p["block_n"] * p["block_k"] * item
     stages_a = stages_b = p["num_stages"]
-    scratch = 0
+    residual = "residual" in problem.epilogue_parts
+    scratch = p["block_m"] * p["block_n"] * (4 if residual else ITEM_BYTES[problem.out_dtype])
     if config.template == "gemm_vanilla":
         # Triton's pipeline: operands that cp.async cannot bring have one buffer; TF32 rounding takes A to registers.
-        one = problem.M == problem.N == problem.K == 1  # all strides are constants then
-        a_copies, b_copies = (one or copied for copied in _copies(problem))
+        known = problem.dtype == "fp32" or problem.M == problem.N == problem.K == 1  # 4 bytes each; constant strides
+        a_copies, b_copies = (known or copied for copied in _copies(problem))
         stages_a = (stages_a - (problem.dtype == "fp32")) if a_copies else 1
         stages_b = stages_b if b_copies else 1
-        scratch = p["block_m"] * p["block_n"] * ITEM_BYTES[problem.out_dtype]
     ring = stages_a * tile_a + stages_b * tile_b
     threads = 32 * p["num_warps"]
     return Resources(max(ring, scratch) + _COMPILER_STATE, 0, threads, p["block_m"] * p["block_n"] // threads)
@@ -344,11 +353,11 @@ def _formula(parts: Sequence[str]) -> str:
     return text
 
 
-def _apply_epilogue(problem: GemmProblem, x: torch.Tensor, inputs: Tensors) -> torch.Tensor:
+def _apply_epilogue(parts: Sequence[str], x: torch.Tensor, inputs: Tensors) -> torch.Tensor:
     """The epilogue in torch, in the dtype of `x`."""
     import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-    for part in problem.epilogue_parts:
+    for part in parts:
         if part == "scale":
             x = x * inputs["scale"]
         elif part in ACTIVATIONS:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from tlxgen import model
 from tlxgen.config import Config, Value
 from tlxgen.devices import Gpu, Hopper
-from tlxgen.ops.base import Operator, Resources, Tensors
+from tlxgen.ops.base import Operator, Resources, Tensors, normal_tensors
 from tlxgen.problem import ITEM_BYTES, DType, Problem, dtype_name, parse_problem, torch_dtype
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class VectorAdd(Operator[VectorAddProblem]):
     name = "vector_add"
     templates = ("vector_add_tma", "vector_add_vanilla")
     peer = "torch"
+    inputs_in_order = ("x", "y")
     output_name = "out"
     problem_type = VectorAddProblem
 
@@ -86,17 +87,12 @@ class VectorAdd(Operator[VectorAddProblem]):
 
     def inputs(self, problem: VectorAddProblem, device: torch.device | str, seed: int) -> Tensors:
         """Two vectors from a normal distribution."""
-        import torch
+        normal, dtype = normal_tensors(device, seed), torch_dtype(problem.dtype)
+        return {name: normal((problem.n,), dtype) for name in ("x", "y")}
 
-        generator = None
-        if torch.device(device).type != "meta":
-            generator = torch.Generator(device=device).manual_seed(seed)
-        dtype = torch_dtype(problem.dtype)
-        return {name: torch.randn(problem.n, dtype=dtype, device=device, generator=generator) for name in ("x", "y")}
-
-    def output(self, problem: VectorAddProblem, inputs: Tensors) -> torch.Tensor:
-        """See `Operator.output`."""
-        return inputs["x"].new_empty(problem.n)
+    def output_like(self, problem: VectorAddProblem) -> tuple[tuple[int, ...], torch.dtype]:
+        """See `Operator.output_like`."""
+        return (problem.n,), torch_dtype(problem.dtype)
 
     def reference(self, problem: VectorAddProblem, inputs: Tensors) -> torch.Tensor:
         """The sum in float64."""
@@ -111,9 +107,14 @@ class VectorAdd(Operator[VectorAddProblem]):
     def check_call(self, problem: VectorAddProblem, tensors: Tensors) -> str | None:
         """See `Operator.check_call`."""
         for name in ("x", "y"):
-            if tuple(tensors[name].shape) != (problem.n,):
-                return f"{name} has shape {tuple(tensors[name].shape)}; the kernel is for ({problem.n},)"
-        return None
+            tensor = tensors.get(name)
+            if tensor is None:
+                return f"{name} is missing"
+            if tuple(tensor.shape) != (problem.n,) or tensor.dtype != torch_dtype(problem.dtype):
+                found = f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+                return f"{name} has {found}; the kernel is for ({problem.n},) and {problem.dtype}"
+        surplus = sorted(set(tensors) - {"x", "y"})
+        return f"{surplus[0]} is not a parameter" if surplus else None
 
     def launchable(self, problem: VectorAddProblem, config: Config, tensors: Tensors, out: torch.Tensor) -> str | None:
         """See `Operator.launchable`."""
