@@ -83,7 +83,7 @@ def test_list_shows_each_row_on_one_line_of_a_pipe() -> None:
     assert len(lines) == 4
     assert lines[0].split() == ["key", "operator", "problem", "gpu", "config", "origin", "µs", "vs", "peer"]
     gemm = next(line for line in lines if a_record(1).key.id[:12] in line)
-    for part in ("layout=nn m=1", "h200", "gemm_tma stages=4 block_m=128", "measured", "100.00", "1.040 cublas"):
+    for part in ("layout=nn m=1", "h200", "gemm_tma block_m=128 stages=4", "measured", "100.00", "1.040 cublas"):
         assert part in gemm
 
 

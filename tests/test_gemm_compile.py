@@ -13,7 +13,7 @@ from typing import Any
 import jobs  # type: ignore[import-not-found] # conftest.py makes it importable
 import pytest
 
-from tlxgen import loader, ops
+from tlxgen import binaries, loader, ops
 from tlxgen.candidates import candidates, vanilla_config
 from tlxgen.compile import Binary, compile_kernel
 from tlxgen.compile_pool import CompilePool
@@ -161,7 +161,9 @@ def test_takes_the_shared_memory_that_the_resource_model_says(case: Case, compil
     predicted = ops.get(case.problem.operator).resources(case.problem, case.config).shared_bytes
     actual = compiled[case].facts.shared_bytes
     assert actual <= predicted, "a config may be called legal that cannot be launched"
-    if not case.config.template.endswith("_vanilla"):  # there the compiler decides
+    if "tma" in case.config.template and "residual" not in case.problem.label:
+        # Elsewhere the compiler decides: plain Triton pipelines as it likes, a residual may take the long way to its
+        # place in the accumulator or not, and the tile of a pointer kernel goes out through the ring's memory.
         assert predicted - actual <= 2048
 
 
@@ -309,6 +311,8 @@ def test_the_first_launch_asks_for_the_binary_that_was_compiled_ahead(
         ahead.append(AskedForError(source, target, options))
 
     with monkeypatch.context() as patch:
+        patch.setattr(binaries, "recall", lambda *_: None)
+        patch.setattr(binaries, "remember", lambda *_: None)
         patch.setattr(triton, "compile", note)
         compile_kernel(module, args, (9, 0))
     request.getfixturevalue("fake_driver")

@@ -159,7 +159,7 @@ class TestWithoutGpu:
         with pytest.warns(FallbackWarning, match="no CUDA GPU") as caught:
             kernel = tlxgen.get_kernel("gemm", (8, 16, 32))
         assert "gemm 8 16 32 bf16 nn" in str(caught[0].message)
-        assert kernel.explain() == "no CUDA GPU: torch computes; torch: torch"
+        assert kernel.explain() == "no CUDA GPU here: torch computes"
 
     def test_it_warns_once_for_each_problem_at_the_callers_line(self) -> None:
         with warnings.catch_warnings(record=True) as caught:

@@ -9,20 +9,21 @@ from collections.abc import Mapping, Sequence
 from tlxgen.config import Config
 from tlxgen.trials import Timing
 
-_RESAMPLES = 400
-_CONFIDENCE = 0.95
+_RESAMPLES = 2000
+_ERROR_RATE = 0.05  # of calling noise a lead, over all comparisons of one final
 
 
-def lead_is_noise(faster: Sequence[float], slower: Sequence[float], seed: int = 0) -> bool:
+def lead_is_noise(faster: Sequence[float], slower: Sequence[float], comparisons: int = 1, seed: int = 0) -> bool:
     """Whether the bootstrap interval of the paired ratio `slower / faster` reaches down to 1.
 
     Both hold one time for each round, in the order of the rounds (Efron and Tibshirani, An Introduction to the
-    Bootstrap, percentile interval of the median).
+    Bootstrap, percentile interval of the median). The fastest of many is fast by luck as well: the interval is widened
+    for the number of comparisons (Bonferroni).
     """
     ratios = [b / a for a, b in zip(faster, slower, strict=True)]
     rng = random.Random(seed)  # noqa: S311 - statistics, not secrets
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
-    return medians[int((1 - _CONFIDENCE) / 2 * _RESAMPLES)] <= 1.0
+    return medians[int(_ERROR_RATE / comparisons / 2 * _RESAMPLES)] <= 1.0
 
 
 def winner(timed: Mapping[Config, Timing], incumbent: Config | None = None) -> Config:
@@ -34,7 +35,7 @@ def winner(timed: Mapping[Config, Timing], incumbent: Config | None = None) -> C
     equals = [
         config
         for config, timing in timed.items()
-        if config == fastest or lead_is_noise(timed[fastest].samples, timing.samples)
+        if config == fastest or lead_is_noise(timed[fastest].samples, timing.samples, len(timed))
     ]
     if incumbent in equals and incumbent is not None:
         return incumbent

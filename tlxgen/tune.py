@@ -242,7 +242,8 @@ class _Run:
     def _propose(self, pool: CompilePool, size: int, ahead: deque[_Batch]) -> _Batch | None:
         pending = sum(len(batch.entries) for batch in ahead)
         room = self.state.budget.trials - self.state.tried - pending
-        if room <= 0 or self.state.elapsed > self.state.budget.seconds:
+        late = self.state.elapsed > self.state.budget.seconds
+        if room <= 0 or (late and (self.state.tried or pending)):  # the first batch always: it holds the default
             return None
         assert self.search is not None
         sources = [(c, emit(self.operator, self.problem, c)) for c in self.search.propose(min(size, room))]
@@ -252,8 +253,8 @@ class _Run:
         """Gates what compiled and times what passed, in one interleaved measurement."""
         passed: dict[str, tuple[Config, KernelSource]] = {}
         for config, source, future in batch.entries:
-            if self.state.elapsed > self.state.budget.seconds and not future.done():
-                future.cancel()
+            if self.state.elapsed > self.state.budget.seconds and not future.done() and (passed or self.relative):
+                future.cancel()  # out of time, and there is something to keep
                 continue
             verdict = self._compiled_and_gated(config, source, future)
             if verdict.status == "ok":
@@ -325,8 +326,9 @@ class _Run:
         if not interrupted:
             semifinal = self._timings(leaders[:_SEMIFINALISTS], _SEMIFINAL_ROUNDS)
             leaders = sorted(semifinal, key=lambda config: semifinal[config].time_us)
-        always = [self.legal[0], *([self.incumbent.config] if self.incumbent else [])]
-        finalists = list(dict.fromkeys([*leaders[:_FINALISTS], *always]))
+        default = [config for config in self.legal[:1] if config in self.relative]
+        incumbent = [self.incumbent.config] if self.incumbent else []
+        finalists = list(dict.fromkeys([*leaders[:_FINALISTS], *default, *incumbent]))
         timed = self._timings(finalists, _SEMIFINAL_ROUNDS if interrupted else _FINAL_ROUNDS)
         if not timed:
             raise TuningError(_nothing_works(self.problem, self.state))

@@ -1,0 +1,103 @@
+"""A card that answers from a recorded table of timings, so that the tuner runs without a GPU."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tlxgen import devices, measure
+from tlxgen.config import Config
+from tlxgen.emit import KernelSource
+from tlxgen.measure import DeviceReport, Verdict
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+def config_of(short: str) -> Config:
+    """A config from the line that it prints as."""
+    template, *pairs = short.split()
+    values = dict(pair.split("=") for pair in pairs)
+    return Config(template=template, params={k: int(v) if v.isdigit() else v for k, v in values.items()})
+
+
+def table(sizes: tuple[int, int, int]) -> tuple[dict[Config, float], float]:
+    """Microseconds of every config that worked, and the library's, as measured on an H200."""
+    document = json.loads((RESULTS / "2026-11-29-exhaustive-gemm-h200.json").read_text())
+    row = next(r for r in document["rows"] if tuple(r["problem"][n] for n in "MNK") == sizes)
+    times = {config_of(entry["config"]): entry["time_us"] for entry in row["configs"] if entry["status"] == "ok"}
+    return times, row["peer_us"]
+
+
+@dataclass
+class RecordedCard:
+    """Stands in for `tlxgen.trials.Gpu`; `log` counts how often each config was gated and timed."""
+
+    times: dict[Config, float]
+    peer_us: float
+    noise: float = 0.005
+    on_measure: Callable[[], None] = lambda: None
+    verdicts: dict[Config, Verdict] = field(default_factory=dict)
+    gated: list[Config] = field(default_factory=list)
+    sources: dict[str, KernelSource] = field(default_factory=dict)
+    child: Any = field(default_factory=lambda: SimpleNamespace(alive=True))
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def setup(self) -> DeviceReport:
+        return DeviceReport(devices.target("h200"), {"torch": "recorded"}, 1.6e-3, self.peer_us)
+
+    def gate(self, name: str, source: KernelSource) -> Verdict:
+        self.gated.append(source.config)
+        verdict = self.verdicts.get(source.config)
+        if verdict is None:
+            verdict = (
+                Verdict("ok", error=1.6e-3, launch_us=1.0)
+                if source.config in self.times
+                else Verdict("wrong_result", "no record")
+            )
+        if verdict.status == "ok":
+            self.sources[name] = source
+        return verdict
+
+    def measure(self, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
+        self.on_measure()
+        times = {name: self.times[self.sources[name].config] for name in names}
+        return {
+            name: [time * self.rng.gauss(1.0, self.noise) for _ in range(rounds)]
+            for name, time in {**times, measure.PEER: self.peer_us}.items()
+        }
+
+    def forget(self, names: Sequence[str]) -> None:
+        pass
+
+    def close(self) -> None:
+        self.child.alive = False
+
+
+class InstantPool:
+    """Stands in for `CompilePool`: everything compiles at once, but for what `failures` names."""
+
+    failures: dict[Config, Exception]
+
+    def __init__(self, failures: dict[Config, Exception] | None = None) -> None:
+        self.failures = failures or {}
+
+    def submit(self, source: KernelSource) -> Future[Any]:
+        future: Future[Any] = Future()
+        failure = self.failures.get(source.config)
+        if failure is None:
+            future.set_result(SimpleNamespace(source=source))
+        else:
+            future.set_exception(failure)
+        return future
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
