@@ -17,7 +17,7 @@ from tlxgen import ops
 from tlxgen.emit import emit
 from tlxgen.problem import Problem
 from tlxgen.store import Store
-from tlxgen.trials import Gpu, timings
+from tlxgen.trials import Card, timings
 from tlxgen.tune import Budget, TuneResult, tune
 
 
@@ -58,7 +58,7 @@ def search(problem: Problem, sampler: str, budget: Budget) -> tuple[TuneResult, 
 def compare(problem: Problem, full: TuneResult, part: TuneResult) -> tuple[dict[str, Any], Any, list[dict[str, Any]]]:
     """Both winners, paired."""
     configs = {"exhaustive": full.record.config, "searched": part.record.config}
-    card = Gpu(problem.operator, problem, seed=2)
+    card = Card(problem.operator, problem, seed=2)
     try:
         report = card.setup()
         verdicts = {name: card.gate(name, emit(ops.get(problem.operator), problem, c)) for name, c in configs.items()}

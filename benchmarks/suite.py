@@ -18,7 +18,7 @@ from tlxgen.candidates import default_config
 from tlxgen.config import Config
 from tlxgen.emit import emit
 from tlxgen.measure import DeviceReport
-from tlxgen.trials import Gpu, timings
+from tlxgen.trials import Card, timings
 
 ROUNDS = 41
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 def measure(problem: Any) -> tuple[DeviceReport, list[dict[str, Any]]]:
     """The tuned config (if there is one), the default, and the peer, in one measurement."""
-    card = Gpu(problem.operator, problem, seed=1)
+    card = Card(problem.operator, problem, seed=1)
     try:
         report = card.setup()
         choice = runtime.select(problem, report.gpu)

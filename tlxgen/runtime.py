@@ -157,7 +157,7 @@ class Kernel:
         assert self.config is not None
         assert self._gpu is not None
         _refuse_other_devices(self.problem, inputs, output)
-        if torch_is_capturing():
+        if _is_capturing():
             raise LaunchError(
                 f"{self.problem.label}: the kernel is not loaded yet for tensors that lie like these, and loading "
                 "would break the capture of this CUDA graph; call it once before capturing"
@@ -175,7 +175,7 @@ class Kernel:
         return _TorchPlan(self._operator, self.problem)
 
 
-def torch_is_capturing() -> bool:
+def _is_capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
     import torch
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tlxgen import measure
 from tlxgen.emit import KernelSource
 from tlxgen.measure import DeviceReport, Forget, Gate, Measure, Setup, Verdict
 from tlxgen.problem import Problem
 from tlxgen.process import Child, ChildDiedError, ChildTimeoutError
-from tlxgen.record import TrialStatus
 
 
 @dataclass
-class Gpu:
+class Card:
     """The card, as the tuner sees it: candidates by name, times relative to the peer of the same rounds."""
 
     operator: str
@@ -119,9 +117,3 @@ def _iqr(times: Sequence[float]) -> float:
         return max(times) - min(times)
     first, _, third = statistics.quantiles(times, n=4)
     return third - first
-
-
-def status_of(verdict: Verdict) -> TrialStatus:
-    """The verdict's status as a trial's."""
-    status: Any = verdict.status
-    return status  # type: ignore[no-any-return]

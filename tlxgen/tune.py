@@ -29,8 +29,7 @@ from tlxgen.problem import Problem
 from tlxgen.record import Trial, TrialStatus, TunedRecord, TuningKey
 from tlxgen.search import Search, effective_sampler, make_search
 from tlxgen.store import Store
-from tlxgen.trials import Gpu as Card
-from tlxgen.trials import Timing, timings
+from tlxgen.trials import Card, Timing, timings
 
 _LOOK_ROUNDS = 5
 _SEMIFINAL_ROUNDS = 11

@@ -17,7 +17,7 @@ from tlxgen.config import Config
 from tlxgen.emit import emit
 from tlxgen.ops.gemm import GemmProblem
 from tlxgen.process import Child
-from tlxgen.trials import Gpu
+from tlxgen.trials import Card
 
 pytestmark = pytest.mark.gpu
 
@@ -91,7 +91,7 @@ def child() -> Iterator[Child]:
 
 @pytest.mark.parametrize(("problem", "config"), CASES, ids=lambda value: getattr(value, "label", None) or value.short)
 def test_result_is_as_good_as_the_library(problem: GemmProblem, config: Config, child: Child, compiled: None) -> None:
-    card = Gpu("gemm", problem, seed=11, child=child)
+    card = Card("gemm", problem, seed=11, child=child)
     card.setup()
     verdict = card.gate("candidate", emit(GEMM, problem, config))
     assert verdict.status == "ok", verdict.message

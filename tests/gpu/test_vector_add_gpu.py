@@ -10,7 +10,7 @@ from tlxgen import devices, ops
 from tlxgen.candidates import candidates
 from tlxgen.emit import emit
 from tlxgen.process import Child
-from tlxgen.trials import Gpu
+from tlxgen.trials import Card
 
 ADD = ops.get("vector_add")
 
@@ -27,7 +27,7 @@ def child() -> Iterator[Child]:
 @pytest.mark.parametrize("n", [1, 1023, 1024, 4097, 2**20, 2**20 + 1])
 def test_every_length_is_written_in_full(n: int, dtype: str, child: Child) -> None:
     problem = ADD.problem((n,), dtype=dtype)
-    card = Gpu("vector_add", problem, seed=3, child=child)
+    card = Card("vector_add", problem, seed=3, child=child)
     card.setup()
     legal = candidates(problem, devices.target("h200"))
     for template in ADD.templates:
