@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tlxgen import ops
+from tlxgen import loader, ops
 from tlxgen.candidates import candidates
 from tlxgen.config import Config
 from tlxgen.devices import target
+from tlxgen.emit import emit
 from tlxgen.ops.gemm import ACTIVATIONS, GemmProblem
 
 GEMM = ops.get("gemm")
@@ -307,3 +308,14 @@ class TestLaunchable:
         problem = gemm(1, 128, 256)
         assert why_not(VANILLA, problem, a=row) is None
         assert str(why_not(TMA, problem, a=row)).startswith("a is not aligned")
+
+
+@pytest.mark.parametrize("template", GEMM.templates)
+def test_a_whole_number_as_scale_does_not_become_a_constant_of_the_kernel(template: str) -> None:
+    """Triton would compile the integer 1 into the binary, and serve it for every other scale."""
+    problem = GEMM.problem((128, 128, 128), epilogue="scale")
+    config = candidates(problem, H200, (template,))[0]
+    module = loader.load(emit(GEMM, problem, config))
+    inputs = {**GEMM.inputs(problem, "meta", 0), "scale": 1}
+    _, args = GEMM.arguments(module, inputs, GEMM.output(problem, inputs), num_sms=1)
+    assert [type(arg) for arg in args].count(float) == 1
