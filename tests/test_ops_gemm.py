@@ -316,6 +316,6 @@ def test_a_whole_number_as_scale_does_not_become_a_constant_of_the_kernel(templa
     problem = GEMM.problem((128, 128, 128), epilogue="scale")
     config = candidates(problem, H200, (template,))[0]
     module = loader.load(emit(GEMM, problem, config))
-    inputs = {**GEMM.inputs(problem, "meta", 0), "scale": 1}
+    inputs: dict[str, Any] = {**GEMM.inputs(problem, "meta", 0), "scale": 1}
     _, args = GEMM.arguments(module, inputs, GEMM.output(problem, inputs), num_sms=1)
     assert [type(arg) for arg in args].count(float) == 1

@@ -196,16 +196,14 @@ class Measure:
 
 @dataclass(frozen=True)
 class Forget:
-    """Drops the graphs of candidates that will not be timed again."""
+    """Drops candidates that are out, with their graphs."""
 
     names: tuple[str, ...]
 
     def __call__(self) -> None:
         """Forgets them."""
         for name in self.names:
-            candidate = _current().candidates.get(name)
-            if candidate is not None:
-                candidate.graph = None
+            _current().candidates.pop(name, None)
 
 
 def _current() -> _Session:

@@ -7,14 +7,18 @@ back, and the others go on.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from tlxgen import measure
 from tlxgen.emit import KernelSource
+from tlxgen.errors import TuningError
 from tlxgen.measure import DeviceReport, Forget, Gate, Measure, Setup, Verdict
 from tlxgen.problem import Problem
 from tlxgen.process import Child, ChildDiedError, ChildTimeoutError
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -31,7 +35,7 @@ class Card:
 
     def setup(self) -> DeviceReport:
         """Starts the child and makes inputs and reference."""
-        report = self.child.call(Setup(self.operator, self.problem, self.seed), 120.0)
+        report = self._call(Setup(self.operator, self.problem, self.seed), 120.0)
         self._ready = True
         return report
 
@@ -39,7 +43,7 @@ class Card:
         """Runs a candidate for the first time; never raises for what the candidate does."""
         self._ensure()
         try:
-            verdict = self.child.call(Gate(name, source), self.limit)
+            verdict = self._call(Gate(name, source), self.limit)
         except ChildTimeoutError:
             return Verdict("hang", f"no result after {self.limit:.0f} s: the process was killed")
         except ChildDiedError as error:
@@ -51,8 +55,11 @@ class Card:
     def measure(self, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
         """Microseconds by name, the peer's among them; names missing from the answer did not survive timing."""
         self._ensure()
+        names = [name for name in names if name in self.sources]  # a new child may have found one that no longer passes
+        if not names:
+            return {}
         try:
-            return self.child.call(Measure(tuple(names), rounds), self.limit + 2.0 * rounds)
+            return self._call(Measure(tuple(names), rounds), self.limit + 2.0 * rounds)
         except (ChildTimeoutError, ChildDiedError):
             if len(names) == 1:
                 return {}
@@ -61,25 +68,44 @@ class Card:
         return {**first, **second}
 
     def forget(self, names: Sequence[str]) -> None:
-        """Frees the graphs of candidates that are out."""
+        """Frees candidates that are out; one that comes back passes the gate again."""
+        for name in names:
+            self.sources.pop(name, None)
         if self.child.alive:
-            self.child.call(Forget(tuple(names)), self.limit)
+            self._call(Forget(tuple(names)), self.limit)
 
     def close(self) -> None:
         """Ends the child."""
         self.child.kill()
 
+    def _call(self, job: Callable[[], T], timeout: float) -> T:
+        """The job's result; a full card is nobody's fault among the candidates, and ends the run.
+
+        Raises:
+            TuningError: the GPU has too little free memory.
+        """
+        try:
+            return self.child.call(job, timeout)
+        except RuntimeError as error:
+            if type(error).__name__ != "OutOfMemoryError":
+                raise
+            raise TuningError(f"the GPU has too little free memory for {self.problem.label}: {error}") from None
+
     def _ensure(self) -> None:
-        """After a death: a new child that knows the candidates which had passed."""
-        if self.child.alive and self._ready:
-            return
-        self.setup()
-        for name, source in list(self.sources.items()):
-            try:
-                self.child.call(Gate(name, source), self.limit)
-            except (ChildTimeoutError, ChildDiedError):  # noqa: PERF203 - seconds are spent inside
-                del self.sources[name]
-                self.setup()
+        """After a death: a new child that knows the candidates which had passed and still do."""
+        while not (self.child.alive and self._ready):
+            self.setup()
+            for name, source in list(self.sources.items()):
+                if not self._passes_again(name, source):
+                    del self.sources[name]
+                if not self.child.alive:  # this one took the new child with it: once more, without it
+                    break
+
+    def _passes_again(self, name: str, source: KernelSource) -> bool:
+        try:
+            return self._call(Gate(name, source), self.limit).status == "ok"
+        except (ChildTimeoutError, ChildDiedError):
+            return False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,112 @@
+"""The card's owner may die at any job: what had passed comes back, what killed it does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tlxgen import devices, ops
+from tlxgen.candidates import candidates
+from tlxgen.emit import KernelSource, emit
+from tlxgen.errors import TuningError
+from tlxgen.measure import PEER, DeviceReport, Forget, Gate, Measure, Setup, Verdict
+from tlxgen.process import ChildDiedError, ChildTimeoutError
+from tlxgen.trials import Card, timings
+
+PROBLEM = ops.get("vector_add").problem((4096,))
+SOURCES = [emit(ops.get("vector_add"), PROBLEM, config) for config in candidates(PROBLEM, devices.target("h200"))[:5]]
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's is."""
+
+
+@dataclass
+class FakeChild:
+    """Answers jobs as the real child would; `kills` says which candidates end it, and at which job."""
+
+    kills: dict[str, type] = field(default_factory=dict)
+    alive: bool = False
+    known: set[str] = field(default_factory=set)
+    starts: int = 0
+    full: bool = False
+
+    def call(self, job: Any, timeout: float) -> Any:
+        if isinstance(job, Setup):
+            self.alive, self.known, self.starts = True, set(), self.starts + 1
+            if self.full:
+                raise OutOfMemoryError("tried to allocate 2 TiB")
+            return DeviceReport(devices.target("h200"), {}, 0.0, 1.0)
+        assert self.alive, "a job for a dead child"
+        if isinstance(job, Gate):
+            if self.kills.get(job.name) is Gate:
+                self.alive = False
+                raise ChildTimeoutError("no result")
+            self.known.add(job.name)
+            return Verdict("ok", error=0.0, launch_us=1.0)
+        if isinstance(job, Measure):
+            assert set(job.names) <= self.known, "a candidate that this child never saw"
+            if any(self.kills.get(name) is Measure for name in job.names):
+                self.alive = False
+                raise ChildDiedError("exit status -9")
+            return {name: [1.0] * job.rounds for name in (*job.names, PEER)}
+        assert isinstance(job, Forget)
+        self.known -= set(job.names)
+        return None
+
+    def kill(self) -> None:
+        self.alive = False
+
+
+def card(child: FakeChild, names: str = "abcde") -> Card:
+    card = Card("vector_add", PROBLEM, seed=0, child=child)  # type: ignore[arg-type]
+    for name, source in zip(names, SOURCES, strict=False):
+        card.gate(name, source)
+    return card
+
+
+def source_of(name: str) -> KernelSource:
+    return SOURCES["abcde".index(name)]
+
+
+def test_a_hang_at_the_gate_costs_that_candidate_alone() -> None:
+    child = FakeChild(kills={"c": Gate})
+    held = card(child, "abc")
+    assert held.gate("c", source_of("c")).status == "hang"
+    assert held.gate("d", source_of("d")).status == "ok"
+    assert set(held.measure(["a", "b", "d"], 3)) == {"a", "b", "d", PEER}
+
+
+def test_a_death_while_timing_is_found_by_halves() -> None:
+    held = card(FakeChild(kills={"d": Measure}))
+    assert set(timings(held.measure(list("abcde"), 2))) == set("abce")
+
+
+def test_several_that_die_while_timing_are_all_found() -> None:
+    held = card(FakeChild(kills={"a": Measure, "d": Measure, "e": Measure}))
+    assert set(timings(held.measure(list("abcde"), 2))) == {"b", "c"}
+
+
+def test_one_that_passed_and_kills_the_next_child_is_dropped() -> None:
+    child = FakeChild()
+    held = card(child)
+    child.kills = {"b": Gate}
+    child.alive = False
+    assert set(held.measure(list("abcde"), 2)) == {*"acde", PEER}
+    assert "b" not in held.sources
+
+
+def test_what_is_forgotten_is_not_loaded_into_a_new_child() -> None:
+    child = FakeChild()
+    held = card(child)
+    held.forget(list("abcd"))
+    child.alive = False
+    assert set(held.measure(["e"], 2)) == {"e", PEER}
+    assert child.known == {"e"}
+
+
+def test_a_full_card_ends_the_run_and_is_nobodys_fault() -> None:
+    with pytest.raises(TuningError, match="too little free memory for vector_add 4096 bf16"):
+        Card("vector_add", PROBLEM, seed=0, child=FakeChild(full=True)).setup()  # type: ignore[arg-type]
