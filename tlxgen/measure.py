@@ -143,10 +143,9 @@ class Gate:
         except Exception as error:  # noqa: BLE001 - whatever a driver or launcher says, the candidate did not run
             _raise_if_poisoned(error)
             return Verdict("launch_failed", f"{type(error).__name__}: {error}"[:500])
-        for result in results:
-            reason = accuracy.why_wrong(result, session.reference, session.library)
-            if reason:
-                return Verdict("wrong_result", reason)
+        reason = accuracy.why_wrong(results[0], session.reference, session.library)
+        if reason:
+            return Verdict("wrong_result", reason)
         if not _guards_intact(session):
             return Verdict("wrong_result", "memory before or after the output was overwritten")
         if not all(torch.equal(results[0], result) for result in results[1:]):
