@@ -45,7 +45,10 @@ def main() -> None:
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             print(f"{kind}: geometric mean {mean:.3f}, least {min(ratios):.3f} over {len(ratios)} shapes")
+    slow = [entry for entry in rows if entry["ratio"] < entry.get("at_least", 0.0)]
     print(write(arguments.output, arguments.suite.stem, report, rows))
+    if slow:
+        raise SystemExit(f"{len(slow)} shape(s) below their least ratio")
 
 
 def measure(problem: Any) -> tuple[DeviceReport, list[dict[str, Any]]]:

@@ -353,3 +353,20 @@ class TestTemplates:
 
     def test_names_of_files_differ_wherever_texts_do(self) -> None:
         assert len({emitted.file_name for emitted in SAMPLE}) == len({emitted.text for emitted in SAMPLE})
+
+
+def test_code_hash_changes_when_a_statement_leaves_its_loop() -> None:
+    """The same words in another block are another kernel: here, one that never refills its ring."""
+    operator = ops.get("gemm")
+    problem = operator.problem((512, 512, 512))
+    config = next(c for c in candidates(problem, target("h200")) if c.template == "gemm_tma_pingpong")
+    source = emit(operator, problem, config)
+    lines = (
+        "tlx.barrier_arrive(empty[previous])",
+        "previous = stage",
+        "stage, phase = next_stage(stage, phase, NUM_STAGES)",
+    )
+    inside, outside = ("".join(f"{indent}{line}\n" for line in lines) for indent in (" " * 20, " " * 16))
+    assert source.text.count(inside) == 1
+    moved = source.text.replace(inside, outside)
+    assert KernelSource("gemm", problem, config, moved).code_hash != source.code_hash

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -258,3 +259,21 @@ class TestParents:
             [sys.executable, str(script)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_an_interrupted_job_does_not_answer_the_next_one(child: Child) -> None:
+    """Ctrl-C in the middle of a job: its answer must not be taken for that of the job after it."""
+    child.call(jobs.count, 30)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            child.call(functools.partial(time.sleep, 1.0), 30)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert child.call(jobs.count, 30) == 1, "a new child, with nothing left over"

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -448,3 +449,50 @@ class TestLaunches:
         kernel = Kernel(problem(8, 16, 32), select(problem(8, 16, 32), H200), H200)
         with pytest.raises(LaunchError, match="a is on cpu"):
             kernel(**tensors(problem(8, 16, 32)))
+
+
+class TestCalls:
+    """On the CPU, where torch computes: the checks of a call come before any kernel."""
+
+    def test_an_operand_cannot_be_the_output(self) -> None:
+        with pytest.warns(FallbackWarning):
+            mm = tlxgen.get_kernel("gemm", (16, 16, 16))
+        a, b = (torch.randn(16, 16, dtype=torch.bfloat16) for _ in range(2))
+        with pytest.raises(LaunchError, match="out is one of the operands"):
+            mm(a, b, out=a)
+
+    def test_a_wider_output_is_not_rounded_on_the_way(self) -> None:
+        with pytest.warns(FallbackWarning):
+            mm = tlxgen.get_kernel("gemm", (64, 64, 512), out_dtype="fp32")
+        a, b = torch.randn(64, 512, dtype=torch.bfloat16), torch.randn(512, 64, dtype=torch.bfloat16)
+        exact = a.double() @ b.double()
+        assert (mm(a, b).double() - exact).norm() / exact.norm() < 1e-6
+
+    def test_keywords_may_come_in_any_order(self) -> None:
+        with pytest.warns(FallbackWarning):
+            mm = tlxgen.get_kernel("gemm", (16, 8, 32))
+        a, b = torch.randn(16, 32, dtype=torch.bfloat16), torch.randn(32, 8, dtype=torch.bfloat16)
+        assert torch.equal(mm(b=b, a=a), mm(a, b))
+
+
+def test_a_fallback_for_badly_lying_tensors_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuned TMA config cannot take an odd pitch: the favourite of another template does, and a warning says so."""
+    problem = ops.get("gemm").problem((64, 64, 64))
+    gpu = devices.target("h200")
+    config = next(c for c in candidates(problem, gpu) if c.template == "gemm_tma_pingpong")
+    kernel = runtime.Kernel(problem, runtime.Choice("tuned", config), gpu)
+    ran: list[str] = []
+    monkeypatch.setattr(runtime, "_refuse_other_devices", lambda *_: None)
+    monkeypatch.setattr(runtime, "_is_capturing", lambda: False)
+
+    def plan(_operator: object, _problem: object, config: Config, *_: object) -> SimpleNamespace:
+        ran.append(config.template)
+        return SimpleNamespace(launch=lambda *_: None)
+
+    monkeypatch.setattr(runtime, "_KernelPlan", plan)
+    a, b = torch.randn(64, 65, dtype=torch.bfloat16)[:, :64], torch.randn(64, 64, dtype=torch.bfloat16)
+    with pytest.warns(
+        FallbackWarning, match=r"gemm_tma_pingpong: a is not aligned for TMA.*these tensors go to gemm_vanilla"
+    ):
+        kernel(a, b)
+    assert ran == ["gemm_vanilla"]

@@ -204,6 +204,24 @@ class TestEndings:
         assert run(flat, trials=96).record.config == first.config
         assert kept(store).config == first.config
 
+    def test_a_run_over_one_template_does_not_lose_the_row_of_another(self, run: Run, store: Store) -> None:
+        first = run(card(), trials=64).record
+        assert first.config.template != "gemm_vanilla"
+        assert run(card(), templates=("gemm_vanilla",)).record.config == first.config
+        assert kept(store).config == first.config
+
+    def test_the_row_of_a_killed_run_is_no_incumbent(self, run: Run, store: Store) -> None:
+        rounds = iter(range(100))
+
+        def die() -> None:
+            if next(rounds) == 1:
+                raise SystemExit
+
+        with pytest.raises(SystemExit):
+            run(card(on_measure=die), trials=150)
+        assert kept(store).protocol == f"{PROTOCOL}/look"
+        assert run(card(), trials=64).record.protocol == PROTOCOL
+
     def test_a_size_of_zero_is_refused(self, store: Store) -> None:
         with pytest.raises(InvalidProblemError, match="K = 0"):
             candidates(problem((8, 8, 0)), H200)

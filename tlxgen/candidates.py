@@ -30,9 +30,14 @@ def default_config(problem: Problem, gpu: Gpu) -> Config | None:
     return next(iter(_ranked(problem, gpu, None)), None)
 
 
+def favourite(problem: Problem, gpu: Gpu, template: str) -> list[Config]:
+    """The model's favourite config of one template, if it has a legal one."""
+    return _ranked(problem, gpu, (template,))[:1]
+
+
 def vanilla_config(problem: Problem, gpu: Gpu) -> Config | None:
     """The model's favourite of plain Triton, the operator's last template, which any GPU can run."""
-    return next(iter(_ranked(problem, gpu, (ops.get(problem.operator).templates[-1],))), None)
+    return next(iter(favourite(problem, gpu, ops.get(problem.operator).templates[-1])), None)
 
 
 def _ranked(problem: Problem, gpu: Gpu, templates: tuple[str, ...] | None) -> list[Config]:

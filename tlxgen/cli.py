@@ -202,12 +202,19 @@ def _chosen_config(problem: Problem, gpu: Any, template: str | None, params: lis
         name, equals, text = pair.partition("=")
         if not equals:
             raise InvalidConfigError(f"--param {pair!r} is not name=value")
-        values[name] = int(text) if text.lstrip("-").isdigit() else text
+        values[name] = _value(text)
     config = Config(template=favourite.template, params=values)
     reason = space.why_illegal(ops.get(problem.operator), problem, config, gpu)
     if reason:
         raise InvalidConfigError(reason)
     return config
+
+
+def _value(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def main() -> None:

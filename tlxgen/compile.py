@@ -106,7 +106,7 @@ def _ptxas_log(ptx: str, capability: tuple[int, int]) -> str:
         path.write_text(ptx)
         arch = f"sm_{capability[0]}{capability[1]}{suffix}"
         command = [str(toolchain.binary("ptxas")), "-lineinfo", "-v", "--regAllocOptLevel=2", f"--gpu-name={arch}"]
-        done = subprocess.run([*command, str(path), "-o", f"{path}.o"], capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, str(path), "-o", f"{path}.o"], capture_output=True, text=True, check=True)
     return done.stderr
 
 

@@ -65,6 +65,7 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
             protocol TEXT NOT NULL,
             status TEXT NOT NULL,
             time_us REAL CHECK (time_us > 0 AND time_us < 1e300),
+            peer_us REAL CHECK (peer_us > 0 AND peer_us < 1e300),
             message TEXT NOT NULL,
             config TEXT NOT NULL,
             created TEXT NOT NULL,

@@ -128,3 +128,10 @@ def detect(index: int | None = None) -> Gpu | None:
         l2_bytes=properties.L2_cache_size,
         rates={name: rate * scale for name, rate in known.rates.items()},
     )
+
+
+def uuid() -> str:
+    """The current CUDA GPU's UUID, which no other card has, whatever numbers processes know it by."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

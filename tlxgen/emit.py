@@ -46,7 +46,7 @@ class KernelSource:
         """
         skipped = _lines_without_effect(ast.parse(self.text))
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
-        code = [t.string for t in tokens if t.type not in _LAYOUT and t.start[0] not in skipped]
+        code = [_MARKS.get(t.type, t.string) for t in tokens if t.type not in _COMMENTS and t.start[0] not in skipped]
         # Dtypes reach a kernel through its arguments, and do not show in the text.
         fields = self.problem.model_dump(exclude=set(self.problem.sizes))
         code.append(json.dumps(fields, sort_keys=True))
@@ -59,8 +59,11 @@ class KernelSource:
         return f"{self.config.template}_{digest}.py"
 
 
-#: Tokens that say how the code is laid out, not what it does.
-_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+#: Tokens that do nothing.
+_COMMENTS = {tokenize.COMMENT, tokenize.NL}
+
+#: Tokens that say which block a statement belongs to, however wide its indentation.
+_MARKS = {tokenize.NEWLINE: "<newline>", tokenize.INDENT: "<indent>", tokenize.DEDENT: "<dedent>"}
 
 
 def _lines_without_effect(module: ast.Module) -> set[int]:

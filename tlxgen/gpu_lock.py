@@ -12,14 +12,18 @@ from pathlib import Path
 
 
 @contextmanager
-def exclusive(tell: Callable[[str], None], folder: Path | None = None) -> Iterator[None]:
-    """Holds the lock of the visible GPU; waits for another tuner and says so.
+def exclusive(gpu: str, tell: Callable[[str], None], folder: Path | None = None) -> Iterator[None]:
+    """Holds the lock of the GPU with this UUID; waits for another tuner and says so.
 
     The lock ends with the process that holds it, however it ends.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").replace(",", "-") or "none"
-    path = (folder or Path(tempfile.gettempdir())) / f"tlxgen-gpu-{visible}.lock"
-    with path.open("a") as file:
+    path = (folder or Path(tempfile.gettempdir())) / f"tlxgen-gpu-{gpu}.lock"
+    before = os.umask(0)  # the lock is for all users of the machine
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    finally:
+        os.umask(before)
+    with os.fdopen(handle) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -28,9 +32,9 @@ def exclusive(tell: Callable[[str], None], folder: Path | None = None) -> Iterat
         yield
 
 
-def other_processes() -> int:
-    """Processes that compute on the GPUs now, by the driver's count; 0 where it cannot be asked."""
-    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+def other_processes(gpu: str) -> int:
+    """Processes that compute on the GPU with this UUID now, by the driver's count; 0 where it cannot be asked."""
+    command = ["nvidia-smi", "-i", f"GPU-{gpu}", "--query-compute-apps=pid", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

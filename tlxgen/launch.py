@@ -14,6 +14,9 @@ from typing import Any
 
 from tlxgen.compile import compile_kernel
 
+#: Held while Triton's process-wide setting is other than the user's.
+_KNOB = threading.Lock()
+
 
 class SlimDescriptor:
     """What the dispatcher reads of `triton.tools.tensor_descriptor.TensorDescriptor`, without its checks.
@@ -55,18 +58,23 @@ class Launcher:
         from triton import knobs
 
         self.compiled = compile_kernel(module, args, capability)
-        before = knobs.nvidia.use_triton_dispatcher
-        knobs.nvidia.use_triton_dispatcher = not any(getattr(arg, "round_f32_to_tf32", False) for arg in args)
-        try:
-            self.compiled._init_handles()  # noqa: SLF001 - loads the binary, without a launch
-        finally:
-            knobs.nvidia.use_triton_dispatcher = before
+        with _KNOB:
+            self._load(knobs, dispatch=not any(getattr(arg, "round_f32_to_tf32", False) for arg in args))
         self._dispatcher = self.compiled._dispatcher  # noqa: SLF001 - Triton has no public name for it
         self._indices: tuple[int, ...] | None = self.compiled._dispatch_arg_indices  # noqa: SLF001
         if self._indices == tuple(range(len(args))):
             self._indices = None  # every argument is passed: no need to pick
         self._constants = len(self.compiled.src.fn.arg_names) - len(args)
         self._lock = threading.Lock()  # the dispatcher keeps its arguments inside
+
+    def _load(self, knobs: Any, *, dispatch: bool) -> None:
+        """Loads the binary, with a dispatcher if wanted; the user's own setting of Triton stays as it was."""
+        before = knobs.nvidia.use_triton_dispatcher
+        knobs.nvidia.use_triton_dispatcher = dispatch
+        try:
+            self.compiled._init_handles()  # noqa: SLF001 - loads the binary, without a launch
+        finally:
+            knobs.nvidia.use_triton_dispatcher = before
 
     @property
     def slim(self) -> bool:

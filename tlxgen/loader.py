@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -45,7 +46,7 @@ def load(source: KernelSource, directory: Path | None = None) -> ModuleType:
 
 def write(source: KernelSource, directory: Path | None = None) -> Path:
     """Writes the file where it can: `directory`, the user's cache, or a temporary folder of this process."""
-    for folder in (directory or paths.kernel_dir(), _temporary_dir()):
+    for folder in _places(directory or paths.kernel_dir()):
         path = folder / source.file_name
         try:
             if path.is_file() and path.read_text(encoding="utf-8") == source.text:
@@ -55,7 +56,13 @@ def write(source: KernelSource, directory: Path | None = None) -> Path:
         except OSError:
             continue
         return path
-    raise OSError(f"no folder can be written: neither {directory or paths.kernel_dir()} nor {_temporary_dir()}")
+    raise OSError(f"no folder can be written: neither {directory or paths.kernel_dir()} nor {tempfile.gettempdir()}")
+
+
+def _places(first: Path) -> Iterator[Path]:
+    """Made when asked for: no temporary folder where the first place will do."""
+    yield first
+    yield _temporary_dir()
 
 
 def _write_atomically(path: Path, text: str) -> None:
@@ -68,4 +75,4 @@ def _write_atomically(path: Path, text: str) -> None:
 
 @cache
 def _temporary_dir() -> Path:
-    return Path(tempfile.gettempdir()) / f"tlxgen-{os.getuid()}-{os.getpid()}"
+    return Path(tempfile.mkdtemp(prefix="tlxgen-"))  # ours alone: what is in it gets imported

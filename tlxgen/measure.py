@@ -2,7 +2,8 @@
 
 Protocol (`PROTOCOL` names its version; times of different versions are not compared):
 
-- Input sets are rotated so that what a launch reads is not in L2 from the launch before.
+- Input sets are rotated so that what a launch reads is not in L2 from the launch before (but for the smallest
+  problems: at most 96 sets are kept, which L2 may hold if a set has less than 0.5 MB).
 - Each candidate is a CUDA graph of several launches; an event pair around one replay gives one sample, so host time is
   not in it.
 - A round replays every candidate and the peer once; the order is reversed each round, so that a card that slows down
@@ -30,7 +31,8 @@ PROTOCOL = "graph-1"
 #: The peer among the names of one measurement.
 PEER = "peer"
 
-_SAMPLE_US = 400.0  # one replay takes at least this long, so that the events' resolution (0.5 us) does not matter
+# One replay takes about this long (96 launches at most), so that the events' resolution of 0.5 us does not matter.
+_SAMPLE_US = 400.0
 _MAX_LAUNCHES = 96
 _PEER_ROUNDS = 9
 _REPEATS = 4  # launches whose results must agree bit by bit
@@ -134,15 +136,20 @@ class Gate:
         """The verdict; a candidate that passes is known by its name from now on."""
         import torch
 
-        session = _current()
         try:
-            candidate = _load(session, self.source)
-            results = [_run_once(session, candidate) for _ in range(_REPEATS)]
+            return self._verdict()
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a driver or launcher says, the candidate did not run
             _raise_if_poisoned(error)
             return Verdict("launch_failed", f"{type(error).__name__}: {error}"[:500])
+
+    def _verdict(self) -> Verdict:
+        import torch
+
+        session = _current()
+        candidate = _load(session, self.source)
+        results = [_run_once(session, candidate) for _ in range(_REPEATS)]
         reason = accuracy.why_wrong(results[0], session.reference, session.library)
         if reason:
             return Verdict("wrong_result", reason)
@@ -165,6 +172,13 @@ class Measure:
 
     def __call__(self) -> dict[str, list[float]]:
         """Microseconds of one launch, one value a round, for each name and for `PEER`."""
+        try:
+            return self._samples()
+        except Exception as error:
+            _raise_if_poisoned(error)
+            raise
+
+    def _samples(self) -> dict[str, list[float]]:
         import torch
 
         session = _current()

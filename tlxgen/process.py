@@ -82,6 +82,9 @@ class Child:
             words = self._last_words()
             self.kill()
             raise ChildDiedError(words or f"the process ended: {error!r}") from None
+        except KeyboardInterrupt:
+            self.kill()  # its answer would be taken for the next job's
+            raise
         if ok:
             return result  # type: ignore[no-any-return]
         raise result

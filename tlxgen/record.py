@@ -99,6 +99,7 @@ class Trial(BaseModel):
     source_hash: str
     status: TrialStatus
     time_us: PositiveFloat | None = Field(default=None, allow_inf_nan=False)
+    peer_us: PositiveFloat | None = Field(default=None, allow_inf_nan=False)  #: the library's in that run
     protocol: str
     message: str = ""
     created: datetime = Field(default_factory=lambda: datetime.now(timezone.utc).replace(microsecond=0))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from tlxgen import devices, loader, ops, toolchain
-from tlxgen.candidates import default_config, vanilla_config
+from tlxgen.candidates import default_config, favourite, vanilla_config
 from tlxgen.config import Config
 from tlxgen.devices import Gpu
 from tlxgen.emit import emit
@@ -136,7 +136,10 @@ class Kernel:
         if out is None:
             return None
         shape, dtype = self._operator.output_like(self.problem)
-        device = next(iter(inputs.values())).device
+        operands = [inputs[name] for name in self._operator.inputs_in_order]
+        device = operands[0].device
+        if not self.problem.empty and any(out.data_ptr() == operand.data_ptr() for operand in operands):
+            return "out is one of the operands; tiles would be overwritten while others still read them"
         if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
             found = f"shape {tuple(out.shape)}, dtype {out.dtype} and device {out.device}"
             return f"out has {found}; the result has {shape}, {dtype} and {device}"
@@ -144,7 +147,7 @@ class Kernel:
 
     def _plan(self, inputs: dict[str, Any], output: torch.Tensor) -> _Plan:
         """How tensors that lie in memory like these are computed; made once for each way to lie."""
-        key = (_placement(output), *(_placement(value) for value in inputs.values()))
+        key = (_placement(output), *((name, _placement(value)) for name, value in sorted(inputs.items())))
         plan = self._plans.get(key)
         if plan is None:
             with self._lock:
@@ -162,17 +165,40 @@ class Kernel:
                 f"{self.problem.label}: the kernel is not loaded yet for tensors that lie like these, and loading "
                 "would break the capture of this CUDA graph; call it once before capturing"
             )
-        reasons = []
-        for config in (self.config, vanilla_config(self.problem, self._gpu)):
-            reason = self._operator.launchable(self.problem, config, inputs, output) if config else "no config is legal"
-            if config is not None and reason is None:
+        reasons: list[str] = []
+        for config in self._in_turn():
+            reason = self._operator.launchable(self.problem, config, inputs, output)
+            if reason is None:
                 try:
-                    return _KernelPlan(self._operator, self.problem, config, self._gpu, inputs, output)
-                except Exception as error:  # noqa: BLE001 - a row that no longer compiles must not stop the caller
+                    plan = _KernelPlan(self._operator, self.problem, config, self._gpu, inputs, output)
+                except MemoryError:
+                    raise
+                except Exception as error:
+                    if type(error).__name__ == "OutOfMemoryError":  # passes, and says nothing of the config
+                        raise
                     reason = f"{type(error).__name__}: {error}"
-            reasons.append(f"{config.template if config else 'plain Triton'}: {reason}")
-        _warn_once(self.problem, "torch", "; ".join(reasons))
+                else:
+                    self._tell(reasons, config.short)
+                    return plan
+            reasons.append(f"{config.template}: {reason}")
+        self._tell(reasons, "torch")
         return _TorchPlan(self._operator, self.problem)
+
+    def _in_turn(self) -> Iterator[Config]:
+        """The chosen config, then the favourite of each template that may take what it cannot, plain Triton last."""
+        assert self.config is not None
+        assert self._gpu is not None
+        yield self.config
+        if self.origin == "vanilla":
+            return
+        for template in self._operator.templates:
+            if template != self.config.template:
+                yield from favourite(self.problem, self._gpu, template)
+
+    def _tell(self, reasons: list[str], instead: str) -> None:
+        """Says that tensors that lie like these take another way than the chosen one."""
+        if reasons:
+            _warn_once(self.problem, instead, "; ".join([*reasons, f"these tensors go to {instead}"]))
 
 
 def _is_capturing() -> bool:
@@ -224,11 +250,17 @@ class _KernelPlan(_Plan):
         import torch
 
         grid, args = self._arguments(self._module, inputs, output, **self._options)
+        if not getattr(_THREAD, "ready", False):  # the dispatcher expects a CUDA context, which a new thread lacks
+            torch.cuda.set_device(torch.cuda.current_device())
+            _THREAD.ready = True
         if torch.cuda.current_device() == self._device:
             self._launcher(grid, _raw_stream(self._device), args)
             return
         with torch.cuda.device(self._device):
             self._launcher(grid, _raw_stream(self._device), args)
+
+
+_THREAD = threading.local()
 
 
 def _raw_stream(device: int) -> int:
@@ -292,10 +324,13 @@ def _stored(problem: Problem, gpu: Gpu, *, note_miss: bool) -> tuple[TunedRecord
         if note_miss:
             store.note_untuned(key)
         return None, f"no tuned row for {problem.label} on {gpu.slug} ({gpu.sm_count} SMs), {key.toolchain}"
-    reason = space.why_illegal(ops.get(problem.operator), problem, record.config, gpu) or why_other_code(record)
-    if reason is None:
-        return record, ""
-    store.mark_bad(key, reason)
+    reason = space.why_illegal(ops.get(problem.operator), problem, record.config, gpu)
+    if reason is not None:
+        store.mark_bad(key, reason)
+    else:
+        reason = why_other_code(record)  # a miss, not a defect: another version of tlxgen may share the database
+        if reason is None:
+            return record, ""
     return None, f"the tuned row cannot be served: {reason}"
 
 

@@ -69,12 +69,25 @@ def _import_file(store: Store, path: Path) -> int:
         digest = hashlib.sha256(content).hexdigest()
         if store.imported(digest):
             return 0
-        stored = store.merge(_usable(content, path), policy="newer", source="shipped")
+        records = _usable(content, path)
+        _make_way(store, records)
+        stored = store.merge(records, policy="newer", source="shipped")
         store.note_import(digest, path.name, stored)
     except CacheError as error:
         _warn(f"the configs of {path.name} that come with tlxgen are not used: {error}")
         return 0
     return stored
+
+
+def _make_way(store: Store, records: list[TunedRecord]) -> None:
+    """Removes rows that would keep a shipped one out although their kernel, unlike its, is not what is emitted now."""
+    from tlxgen.staleness import why_other_code
+
+    present = {record.key.id: record for record in store.records()}
+    for record in records:
+        old = present.get(record.key.id)
+        if old is not None and why_other_code(old) is not None and why_other_code(record) is None:
+            store.delete([record.key])
 
 
 def _usable(content: bytes, path: Path) -> list[TunedRecord]:

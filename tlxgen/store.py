@@ -164,6 +164,7 @@ class Store:
             "protocol": trial.protocol,
             "status": trial.status,
             "time_us": trial.time_us,
+            "peer_us": trial.peer_us,
             "message": trial.message,
             "config": _compact(trial.config.model_dump()),
             "created": trial.created.isoformat(),

@@ -20,6 +20,8 @@ from tlxgen.process import Child, ChildDiedError, ChildTimeoutError
 
 T = TypeVar("T")
 
+_REPLAY_US = 2000.0  # capture and replay of a small candidate, generously
+
 
 @dataclass
 class Card:
@@ -31,6 +33,7 @@ class Card:
     limit: float = 20.0  #: seconds that one candidate may take
     child: Child = field(default_factory=Child)
     sources: dict[str, KernelSource] = field(default_factory=dict)
+    launch_us: dict[str, float] = field(default_factory=dict)
     _ready: bool = False
 
     def setup(self) -> DeviceReport:
@@ -50,22 +53,42 @@ class Card:
             return Verdict("launch_failed", f"the process ended: {error}")
         if verdict.status == "ok":
             self.sources[name] = source
+            self.launch_us[name] = verdict.launch_us or 0.0
         return verdict
 
     def measure(self, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
-        """Microseconds by name, the peer's among them; names missing from the answer did not survive timing."""
-        self._ensure()
-        names = [name for name in names if name in self.sources]  # a new child may have found one that no longer passes
-        if not names:
-            return {}
-        try:
-            return self._call(Measure(tuple(names), rounds), self.limit + 2.0 * rounds)
-        except (ChildTimeoutError, ChildDiedError):
-            if len(names) == 1:
+        """Microseconds by name, the peer's among them; names missing from the answer did not survive timing.
+
+        All of an answer comes from one measurement, so that its rounds pair up.
+        """
+        while True:
+            self._ensure()
+            names = [name for name in names if name in self.sources]
+            if not names:
                 return {}
-        half = len(names) // 2  # one of them broke the rest: find it by halves
-        first, second = self.measure(names[:half], rounds), self.measure(names[half:], rounds)
-        return {**first, **second}
+            try:
+                return self._measure(names, rounds)
+            except (ChildTimeoutError, ChildDiedError):
+                self._drop_culprits(names)
+
+    def _measure(self, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
+        expected_us = (rounds + 1) * sum(_REPLAY_US + 3 * self.launch_us.get(name, 0.0) for name in names)
+        return self._call(Measure(tuple(names), rounds), self.limit + 4e-6 * expected_us)
+
+    def _drop_culprits(self, names: Sequence[str]) -> None:
+        """Finds by halves who ends the child when timed, and forgets them."""
+        if len(names) == 1:
+            self.sources.pop(names[0], None)
+            return
+        half = len(names) // 2
+        for part in (names[:half], names[half:]):
+            self._ensure()
+            present = [name for name in part if name in self.sources]
+            try:
+                if present:
+                    self._measure(present, 1)
+            except (ChildTimeoutError, ChildDiedError):
+                self._drop_culprits(present)
 
     def forget(self, names: Sequence[str]) -> None:
         """Frees candidates that are out; one that comes back passes the gate again."""

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from tlxgen import final, model, ops
+from tlxgen import final, model, ops, space
 from tlxgen._version import __version__
 from tlxgen.candidates import candidates
 from tlxgen.compile import Binary
@@ -36,6 +36,12 @@ _SEMIFINAL_ROUNDS = 11
 _SEMIFINALISTS = 24
 _FINAL_ROUNDS = 31
 _FINALISTS = 8
+
+#: Failures that a busy machine may cause; they are tried again.
+_PASSING = {"timeout"}
+
+#: Protocol of a row that is kept while the search goes on: one look, not yet a final.
+_LOOK_PROTOCOL = f"{PROTOCOL}/look"
 
 
 @dataclass(frozen=True)
@@ -198,15 +204,19 @@ class _Run:
     def _incumbent(self) -> TunedRecord | None:
         """The stored row, if it speaks of the kernel that its config emits now."""
         record = self.store.get(self.key)
-        if record is None or record.origin != "measured" or record.config not in self.legal:
+        if record is None or record.origin != "measured" or record.protocol != PROTOCOL:
+            return None
+        # Legal among all templates: a run that is told to look at some must not lose the row of another.
+        if space.why_illegal(self.operator, self.problem, record.config, self.report.gpu):
             return None
         same = emit(self.operator, self.problem, record.config).code_hash == record.source_hash
         return record if same else None
 
     def resume(self) -> None:
         """Takes over the trials of earlier runs whose kernels have not changed."""
+        legal = set(self.legal)
         for trial in self.store.trials(self.key, PROTOCOL):
-            if trial.config not in self.legal:
+            if trial.config not in legal or trial.status in _PASSING:
                 continue
             if emit(self.operator, self.problem, trial.config).code_hash != trial.source_hash:
                 continue
@@ -216,7 +226,7 @@ class _Run:
             if trial.time_us is None:
                 _count(self.state, trial.status, trial.message)
             else:
-                self._note(trial.config, trial.time_us / self.report.peer_us)
+                self._note(trial.config, trial.time_us / (trial.peer_us or self.report.peer_us))
 
     def choose_search(self, sampler: str, seed: int) -> None:
         """Small spaces are searched in full, whatever was asked for."""
@@ -301,6 +311,7 @@ class _Run:
             source_hash=source.code_hash,
             status=status,
             time_us=time_us,
+            peer_us=time_us and self.report.peer_us,
             protocol=PROTOCOL,
             message=message[:500],
         )
@@ -316,8 +327,8 @@ class _Run:
         """The best so far, so that a killed run leaves something; the final replaces it."""
         best = self.state.best
         if best is not None and self.incumbent is None:
-            time_us = self.relative[best] * self.report.peer_us
-            self.store.put(self._record(best, Timing(time_us, 0.0, self.report.peer_us, (), ())))
+            timing = Timing(self.relative[best] * self.report.peer_us, 0.0, self.report.peer_us, (), ())
+            self.store.put(self._record(best, timing, _LOOK_PROTOCOL))
 
     def finish(self, interrupted: bool) -> TuneResult:
         """Longer looks at fewer: a semifinal, then the final with the incumbent and the default; stores the winner."""
@@ -350,7 +361,7 @@ class _Run:
         self.errors[config] = verdict.error or 0.0
         return verdict.status == "ok"
 
-    def _record(self, config: Config, timing: Timing) -> TunedRecord:
+    def _record(self, config: Config, timing: Timing, protocol: str = PROTOCOL) -> TunedRecord:
         return TunedRecord(
             key=self.key,
             config=config,
@@ -362,7 +373,7 @@ class _Run:
             peer_us=timing.peer_us,
             error=self.errors.get(config),
             error_peer=self.report.peer_error,
-            protocol=PROTOCOL,
+            protocol=protocol,
             versions={"tlxgen": __version__, **self.report.versions},
             trials=self.state.tried,
         )

@@ -71,8 +71,8 @@ def run(
                 )
         else:
             budget = Budget(trials or _TRIALS, seconds)
-            with gpu_lock.exclusive(log.print), _bar(problem, log) as progress:
-                busy = gpu_lock.other_processes()
+            with gpu_lock.exclusive(devices.uuid(), log.print), _bar(problem, log) as progress:
+                busy = gpu_lock.other_processes(devices.uuid())
                 if busy:
                     log.print(
                         f"warning: {busy} other process(es) compute on this GPU; times will be unreliable",

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 Layout = Literal["nn", "nt", "tn", "tt"]
 
+#: Tile offsets are 32-bit and run up to one tile past the end.
+_LARGEST = 2**31 - 1024
+
 #: Parts of an epilogue in the order they are applied; at most one activation.
 EPILOGUE_PARTS = ("scale", "bias", "relu", "gelu", "silu", "residual")
 ACTIVATIONS = ("relu", "gelu", "silu")
@@ -34,9 +37,9 @@ class GemmProblem(Problem):
     operator: ClassVar[str] = "gemm"
     sizes: ClassVar[tuple[str, ...]] = ("M", "N", "K")
 
-    M: int = Field(ge=0, le=2**31 - 1)
-    N: int = Field(ge=0, le=2**31 - 1)
-    K: int = Field(ge=0, le=2**31 - 1)
+    M: int = Field(ge=0, le=_LARGEST)
+    N: int = Field(ge=0, le=_LARGEST)
+    K: int = Field(ge=0, le=_LARGEST)
     dtype: DType = "bf16"
     out_dtype: DType = "bf16"
     layout: Layout = "nn"
@@ -208,7 +211,9 @@ class Gemm(Operator[GemmProblem]):
         parts = problem.epilogue_parts
         if parts == ("bias",) and same_dtype:
             return torch.addmm(inputs["bias"], inputs["a"], inputs["b"], out=out)
-        if parts[:1] == ("bias",):  # the bias inside the product, as nn.Linear adds it: one rounding less
+        if not same_dtype:  # a product rounded to the input's dtype would be no measure for a wider output
+            product = _wide_product(inputs["a"], inputs["b"])
+        elif parts[:1] == ("bias",):  # the bias inside the product, as nn.Linear adds it: one rounding less
             product, parts = torch.addmm(inputs["bias"], inputs["a"], inputs["b"]), parts[1:]
         else:
             product = torch.mm(inputs["a"], inputs["b"])
@@ -351,6 +356,15 @@ def _formula(parts: Sequence[str]) -> str:
         else:
             text = f"{text} + {part}"
     return text
+
+
+def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product in fp32 as it was accumulated."""
+    import torch
+
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def _apply_epilogue(parts: Sequence[str], x: torch.Tensor, inputs: Tensors) -> torch.Tensor:
