@@ -14,17 +14,9 @@ from tlxgen.record import DeviceKey
 
 
 class Hopper:
-    """Limits of one sm_90 multiprocessor (CUDA C++ Programming Guide, technical specifications)."""
+    """Rules of sm_90 that the operators check (CUDA C++ Programming Guide; PTX ISA, tensor maps)."""
 
-    SHARED_BYTES_PER_CTA = 232_448  # 227 KB
-    REGISTERS_PER_SM = 65_536
-    MAX_REGISTERS_PER_THREAD = 255
-    MAX_CTA_THREADS = 1024
-    NAMED_BARRIERS = 16
-    TMA_BOX_LIMIT = 256  # elements along one dimension of a TMA box
     TMA_ALIGNMENT = 16  # bytes: base address, every outer stride, and extents that a store must not overrun
-    TMA_MAX_RANK = 5
-    WGMMA_M = 64
     WARP_GROUP_THREADS = 128
 
 

@@ -115,7 +115,7 @@ def _gpu() -> list[Finding]:
     except (ImportError, OSError):
         return [Finding("gpu", "warning", "not examined, for want of torch")]
     if not torch.cuda.is_available():
-        works = "emit, check, compile and `tune` (predicted) work; timing does not, and kernels fall back to torch"
+        works = "emit, compile and `tune` (predicted) work; timing does not, and kernels fall back to torch"
         return [Finding("gpu", "warning", f"no CUDA GPU visible to torch: {works}", _gpu_remedy(torch.version.cuda))]
     return [_one_gpu(index) for index in range(torch.cuda.device_count())]
 

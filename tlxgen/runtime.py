@@ -82,7 +82,7 @@ class Kernel:
 
     `gemm` takes `a` (M, K) and `b` (K, N) in the problem's layout, `bias`, `residual` or `scale` where the epilogue has
     them, and an optional `out`. Tensors that the chosen template cannot take as they lie (strides, alignment) go to
-    plain Triton or to torch: the result is right either way.
+    the favourite of another template, to plain Triton or to torch, and a `FallbackWarning` says so once.
     """
 
     def __init__(self, problem: Problem, choice: Choice, gpu: Gpu | None) -> None:

@@ -38,7 +38,7 @@ _FINAL_ROUNDS = 31
 _FINALISTS = 8
 
 #: Failures that a busy machine may cause; they are tried again.
-_PASSING = {"timeout"}
+_TRANSIENT = {"timeout"}
 
 #: Protocol of a row that is kept while the search goes on: one look, not yet a final.
 _LOOK_PROTOCOL = f"{PROTOCOL}/look"
@@ -216,17 +216,19 @@ class _Run:
         """Takes over the trials of earlier runs whose kernels have not changed."""
         legal = set(self.legal)
         for trial in self.store.trials(self.key, PROTOCOL):
-            if trial.config not in legal or trial.status in _PASSING:
+            if trial.config not in legal or trial.status in _TRANSIENT:
                 continue
             if emit(self.operator, self.problem, trial.config).code_hash != trial.source_hash:
                 continue
-            self.known[trial.config] = trial.time_us
             self.state.tried += 1
             self.state.resumed += 1
             if trial.time_us is None:
+                self.known[trial.config] = None
                 _count(self.state, trial.status, trial.message)
-            else:
-                self._note(trial.config, trial.time_us / (trial.peer_us or self.report.peer_us))
+            else:  # in the measure of today's card: relative to the peer of its own run, times today's
+                relative = trial.time_us / (trial.peer_us or self.report.peer_us)
+                self.known[trial.config] = relative * self.report.peer_us
+                self._note(trial.config, relative)
 
     def choose_search(self, sampler: str, seed: int) -> None:
         """Small spaces are searched in full, whatever was asked for."""

@@ -102,7 +102,7 @@ class Operator(ABC, Generic[P]):
 
     @abstractmethod
     def reference(self, problem: P, inputs: Tensors) -> torch.Tensor:
-        """The result in float64 (float32 where float64 would be too large), before rounding to the output dtype."""
+        """The result in float64, before rounding to the output dtype."""
 
     @abstractmethod
     def eager(self, problem: P, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
