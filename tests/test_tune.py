@@ -68,14 +68,14 @@ def kept(store: Store, sizes: tuple[int, int, int] = SQUARE) -> Any:
 class TestWhatItFinds:
     @pytest.mark.parametrize("sizes", [SQUARE, FLAT, (3008, 1008, 4992), (8192, 8192, 8192), (1024, 1024, 1024)])
     @pytest.mark.parametrize("seed", [0, 1])
-    def test_comes_within_two_percent_of_the_best_of_all_with_a_third_of_the_trials(
+    def test_comes_within_five_percent_of_the_best_recorded_look_with_a_third_of_the_trials(
         self, sizes: tuple[int, int, int], seed: int, run: Run
     ) -> None:
         recorded = card(sizes)
         legal = candidates(problem(sizes), H200)
         best = min(recorded.times[config] for config in legal if config in recorded.times)
         result = run(recorded, sizes, trials=max(64, len(legal) // 3), seed=seed)
-        # 5 %: what a recorded look of five rounds says of single configs is noise beyond 2 % itself.
+        # One look of five rounds is itself a few percent off, so the table cannot tell closer configs apart.
         assert recorded.times[result.record.config] <= 1.05 * best
 
     def test_everything_is_tried_where_the_budget_allows(self, run: Run) -> None:
