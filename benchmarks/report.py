@@ -117,7 +117,7 @@ def section(results: Results | None, source: str = "") -> str:
         + (f" All shapes {kinds[0]}." if len(kinds) == 1 else ""),
         "",
         _means(shapes),
-        f"Ratio: cuBLAS's median time over the kernel's, of the same rounds. {_spread(results.rows)}",
+        f"Ratio: cuBLAS's time over the kernel's, the median over the rounds of one run. {_spread(results.rows)}",
         f"Source: [{source}]({source}).",
         "",
         f"| {' | '.join(_HEADER)} |",

@@ -92,7 +92,7 @@ def measured(config: Config, time_us: float = 1000.0) -> TunedRecord:
         origin="measured",
         source_hash=emit(GEMM, PROBLEM, config).code_hash,
         time_us=time_us,
-        protocol="graph-1",
+        protocol="graph-2",
     )
 
 

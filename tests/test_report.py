@@ -36,7 +36,7 @@ def write(folder: Path, rows: list[dict[str, Any]], name: str = "2001-02-03-gemm
         "sm_count": 132,
         "driver": "1.2.3",
         "versions": {"tlxgen": "0.0.1", "python": "3.12.3", "toolchain": "fbtriton 1, ptxas 2", "cuda": "13.0"},
-        "protocol": "graph-1",
+        "protocol": "graph-2",
         "rows": rows,
     }
     path = folder / name
@@ -76,7 +76,7 @@ def test_the_table_has_the_measured_numbers(results: Path, readme: Path) -> None
     assert "tuned 1.000 over 2 shapes (least 0.500), default config 0.800 over 1 shape (least 0.800)" in text
     assert "Interquartile range of the rounds: 0.5% to 2.0% of the time." in text
     assert "One H200 (132 SMs), 2001-02-03, driver 1.2.3" in text
-    assert "tlxgen 0.0.1, Python 3.12.3, fbtriton 1, ptxas 2, CUDA 13.0; protocol graph-1. All shapes bf16, nn." in text
+    assert "tlxgen 0.0.1, Python 3.12.3, fbtriton 1, ptxas 2, CUDA 13.0; protocol graph-2. All shapes bf16, nn." in text
     assert "benchmarks/results/2001-02-03-gemm-h200.json" in text
 
 

@@ -63,7 +63,7 @@ def record(for_problem: GemmProblem, gpu: Gpu = H200, config: Config | None = No
         "origin": "measured",
         "source_hash": emit(GEMM, for_problem, config).code_hash,
         "time_us": 10.0,
-        "protocol": "graph-1",
+        "protocol": "graph-2",
     }
     return TunedRecord.model_validate({**fields, **changes})
 

@@ -110,3 +110,15 @@ def test_what_is_forgotten_is_not_loaded_into_a_new_child() -> None:
 def test_a_full_card_ends_the_run_and_is_nobodys_fault() -> None:
     with pytest.raises(TuningError, match="too little free memory for vector_add 4096 bf16"):
         Card("vector_add", PROBLEM, seed=0, child=FakeChild(full=True)).setup()  # type: ignore[arg-type]
+
+
+def test_a_clock_that_jumps_between_rounds_does_not_change_the_ratio() -> None:
+    """Three rounds on a fast clock, two on a slow one, and an outlier that puts the peer's median among the slow."""
+    clock = [1.0, 1.0, 1.0, 1.3, 1.3]
+    kernel = [90.0 * slow for slow in clock]
+    peer = [100.0 * slow for slow in clock]
+    peer[2] *= 1.2  # an outlier that moves the peer's median to the slow clock
+    found = timings({PEER: peer, "a": kernel})["a"]
+    assert found.relative == pytest.approx(0.9)
+    assert found.peer_us == 120.0
+    assert found.time_us == pytest.approx(108.0)

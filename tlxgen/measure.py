@@ -6,6 +6,8 @@ Protocol (`PROTOCOL` names its version; times of different versions are not comp
   problems: at most 96 sets are kept, which L2 may hold if a set has less than 0.5 MB).
 - Each candidate is a CUDA graph of several launches; an event pair around one replay gives one sample, so host time is
   not in it.
+- Rounds start once the card has been busy for a while. A cool card runs at its highest clock for some 100 ms, until it
+  meets its power limit, and the two states rank kernels differently; times are those of the second, which lasts.
 - A round replays every candidate and the peer once; the order is reversed each round, so that a card that slows down
   slows them alike. A dummy stands first and last: what is timed next to a synchronisation reads 2 to 19 % slow.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +29,7 @@ from tlxgen.problem import Problem
 if TYPE_CHECKING:
     import torch
 
-PROTOCOL = "graph-1"
+PROTOCOL = "graph-2"
 
 #: The peer among the names of one measurement.
 PEER = "peer"
@@ -34,6 +37,7 @@ PEER = "peer"
 # One replay takes about this long (96 launches at most), so that the events' resolution of 0.5 us does not matter.
 _SAMPLE_US = 400.0
 _MAX_LAUNCHES = 96
+_WARM_UP_S = 0.3
 _PEER_ROUNDS = 9
 _REPEATS = 4  # launches whose results must agree bit by bit
 _GUARD = 4096  # elements before and after the output that nobody may touch
@@ -72,8 +76,8 @@ class _Candidate:
 
 
 @dataclass
-class _Session:
-    """The state that the jobs of one child share."""
+class Session:
+    """The state that the jobs of one child share: inputs, what they should give, and the candidates that did."""
 
     operator: Any
     problem: Problem
@@ -85,8 +89,39 @@ class _Session:
     capability: tuple[int, int]
     candidates: dict[str, _Candidate] = field(default_factory=dict)
 
+    @staticmethod
+    def current() -> Session:
+        """The one that `Setup` made in this process."""
+        assert _session is not None, "Setup must be the first job"
+        return _session
 
-_session: _Session | None = None
+    def warm_up(self, names: list[str]) -> None:
+        """Keeps the card busy with what is to be timed, until its clock has settled."""
+        import torch
+
+        for name in names:
+            _capture(self, self.candidates[name])
+        until = time.perf_counter() + _WARM_UP_S
+        while time.perf_counter() < until:
+            for name in names:
+                self.candidates[name].graph.replay()
+            torch.cuda.synchronize()
+
+    def replay(self, name: str) -> tuple[Any, Any]:
+        """Replays a captured candidate; the events before and after it."""
+        start, stop = _events()
+        start.record()
+        self.candidates[name].graph.replay()
+        stop.record()
+        return start, stop
+
+    def sample_us(self, name: str, events: tuple[Any, Any]) -> float:
+        """Microseconds of one launch between two events that the card has passed."""
+        start, stop = events
+        return float(start.elapsed_time(stop)) * 1e3 / self.candidates[name].launches
+
+
+_session: Session | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +152,7 @@ class Setup:
         guarded = torch.full((output.numel() + 2 * _GUARD,), _GUARD_VALUE, dtype=output.dtype, device="cuda")
         library = operator.eager(self.problem, inputs, torch.empty_like(output)).clone()
         reference = operator.reference(self.problem, inputs)
-        _session = _Session(operator, self.problem, sets, reference, library, guarded, gpu.sm_count, gpu.capability)
+        _session = Session(operator, self.problem, sets, reference, library, guarded, gpu.sm_count, gpu.capability)
         rough_us = _rough_us(lambda: operator.eager(self.problem, inputs, output))
         _session.candidates[PEER] = _Candidate(None, [], rough_us)
         peer_us = statistics.median(Measure((), _PEER_ROUNDS)()[PEER])
@@ -147,7 +182,7 @@ class Gate:
     def _verdict(self) -> Verdict:
         import torch
 
-        session = _current()
+        session = Session.current()
         candidate = _load(session, self.source)
         results = [_run_once(session, candidate) for _ in range(_REPEATS)]
         reason = accuracy.why_wrong(results[0], session.reference, session.library)
@@ -181,29 +216,19 @@ class Measure:
     def _samples(self) -> dict[str, list[float]]:
         import torch
 
-        session = _current()
+        session = Session.current()
         half = len(self.names) // 2
         names = [*self.names[:half], PEER, *self.names[half:]]
-        for name in names:
-            _capture(session, session.candidates[name])
-        dummy = session.candidates[PEER]
+        session.warm_up(names)
         samples: dict[str, list[float]] = {name: [] for name in names}
-        for turn in range(self.rounds + 1):
+        for turn in range(self.rounds):
             order = names if turn % 2 else names[::-1]
-            events = {}
-            dummy.graph.replay()
-            for name in order:
-                start, stop = _events()
-                start.record()
-                session.candidates[name].graph.replay()
-                stop.record()
-                events[name] = (start, stop)
-            dummy.graph.replay()
+            session.replay(PEER)
+            events = {name: session.replay(name) for name in order}
+            session.replay(PEER)
             torch.cuda.synchronize()
-            if turn == 0:
-                continue  # warm-up: instruction caches, clocks
-            for name, (start, stop) in events.items():
-                samples[name].append(start.elapsed_time(stop) * 1e3 / session.candidates[name].launches)
+            for name, pair in events.items():
+                samples[name].append(session.sample_us(name, pair))
         return samples
 
 
@@ -216,15 +241,10 @@ class Forget:
     def __call__(self) -> None:
         """Forgets them."""
         for name in self.names:
-            _current().candidates.pop(name, None)
+            Session.current().candidates.pop(name, None)
 
 
-def _current() -> _Session:
-    assert _session is not None, "Setup must be the first job"
-    return _session
-
-
-def _load(session: _Session, source: KernelSource) -> _Candidate:
+def _load(session: Session, source: KernelSource) -> _Candidate:
     from tlxgen.launch import Launcher, SlimDescriptor
 
     module = loader.load(source)
@@ -237,18 +257,18 @@ def _load(session: _Session, source: KernelSource) -> _Candidate:
     return _Candidate(launcher, [*calls, guarded], 0.0)
 
 
-def _guarded_output(session: _Session) -> torch.Tensor:
+def _guarded_output(session: Session) -> torch.Tensor:
     output: torch.Tensor = session.sets[0][1]
     inside: torch.Tensor = session.guarded[_GUARD : _GUARD + output.numel()]
     return inside.view(output.shape)
 
 
-def _guards_intact(session: _Session) -> bool:
+def _guards_intact(session: Session) -> bool:
     guarded = session.guarded
     return bool((guarded[:_GUARD] == _GUARD_VALUE).all() and (guarded[-_GUARD:] == _GUARD_VALUE).all())
 
 
-def _run_once(session: _Session, candidate: _Candidate) -> torch.Tensor:
+def _run_once(session: Session, candidate: _Candidate) -> torch.Tensor:
     """The result on set 0, written over NaN between guards."""
     import torch
 
@@ -287,7 +307,7 @@ def _rough_us(call: Any) -> float:
     return max(1.0, float(start.elapsed_time(stop)) * 1e3 / 3)
 
 
-def _capture(session: _Session, candidate: _Candidate) -> None:
+def _capture(session: Session, candidate: _Candidate) -> None:
     """A graph of launches over rotating input sets."""
     import torch
 

@@ -72,7 +72,7 @@ class Card:
                 self._drop_culprits(names)
 
     def _measure(self, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
-        expected_us = (rounds + 1) * sum(_REPLAY_US + 3 * self.launch_us.get(name, 0.0) for name in names)
+        expected_us = rounds * sum(_REPLAY_US + 3 * self.launch_us.get(name, 0.0) for name in names)
         return self._call(Measure(tuple(names), rounds), self.limit + 4e-6 * expected_us)
 
     def _drop_culprits(self, names: Sequence[str]) -> None:
@@ -133,7 +133,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Timing:
-    """A candidate's median, its spread, and the peer's median in the same rounds; microseconds."""
+    """How long a candidate takes, its spread, and how long the peer takes in the same rounds; microseconds."""
 
     time_us: float
     spread_us: float
@@ -148,16 +148,24 @@ class Timing:
 
 
 def timings(samples: dict[str, list[float]]) -> dict[str, Timing]:
-    """Summaries of one measurement."""
+    """Summaries of one measurement.
+
+    The peer's time is its median. A candidate's is the peer's times the median of their ratio, taken round by round:
+    where the card's clock jumps between rounds, two medians may come from different clocks.
+    """
     if not samples:
         return {}
     peer = samples[measure.PEER]
     peer_us = statistics.median(peer)
     return {
-        name: Timing(statistics.median(times), _iqr(times), peer_us, tuple(times), tuple(peer))
+        name: Timing(peer_us * _median_ratio(times, peer), _iqr(times), peer_us, tuple(times), tuple(peer))
         for name, times in samples.items()
         if name != measure.PEER
     }
+
+
+def _median_ratio(times: Sequence[float], peer: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(times, peer, strict=True))
 
 
 def _iqr(times: Sequence[float]) -> float:
