@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# Small products on few cores: several threads each would wait for one another. Read when numpy and torch are imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -246,7 +246,7 @@ class TestTuneWithoutGpu:
         class Failing:
             """A pool in which nothing compiles."""
 
-            def __init__(self, *_: object) -> None:
+            def __init__(self, *_: object, **__: object) -> None:
                 pass
 
             def __enter__(self) -> Any:

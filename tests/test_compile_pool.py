@@ -108,3 +108,17 @@ def test_compilers_see_no_gpu(pool: CompilePool) -> None:
     """The card belongs to the process that measures."""
     looks = broken(FIRST_IMPORT, 'import os\nassert os.environ["CUDA_VISIBLE_DEVICES"] == ""\n' + FIRST_IMPORT)
     assert pool.submit(looks).result(120).facts.registers > 0
+
+
+def test_with_simulation_a_kernel_that_would_hang_is_unsafe() -> None:
+    config = next(c for c in candidates(PROBLEM, target("h200")) if c.template == "vector_add_tma")
+    good = emit(VECTOR_ADD, PROBLEM, config)
+    release = "tlx.barrier_arrive(empty[stage])"
+    assert release in good.text
+    hangs = KernelSource(good.operator, good.problem, good.config, good.text.replace(release, "pass"))
+    with CompilePool((9, 0), workers=1, simulate=True) as pool:
+        assert pool.submit(good).result(120).source == good
+        error = failure(pool, hangs)
+    assert error.kind == "unsafe"
+    assert "simulator: deadlock" in str(error)
+    assert "empty[0]" in str(error)

@@ -47,7 +47,7 @@ def run(store: Store, monkeypatch: pytest.MonkeyPatch) -> Run:
     ) -> TuneResult:
         card.child.alive = True
         monkeypatch.setattr(tune, "Card", lambda *_: card)
-        monkeypatch.setattr(tune, "CompilePool", lambda *_: InstantPool(failures))
+        monkeypatch.setattr(tune, "CompilePool", lambda *_, **__: InstantPool(failures))
         return tune.tune(problem(sizes), store, budget=Budget(trials, seconds), **options)
 
     return run

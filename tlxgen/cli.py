@@ -1,4 +1,4 @@
-"""The command line: `tlxgen tune | show | emit | doctor | cache`."""
+"""The command line: `tlxgen tune | show | emit | check | doctor | cache`."""
 
 from __future__ import annotations
 
@@ -150,6 +150,45 @@ def emit(
 
 
 @app.command()
+def check(
+    what: Annotated[str, typer.Argument(help="A file with a kernel, or an operator.", show_default=False)],
+    sizes: Annotated[list[str] | None, typer.Argument(help="The operator's sizes.", show_default=False)] = None,
+    dtype: _DType = "bf16",
+    out_dtype: _OutDType = None,
+    layout: _Layout = None,
+    epilogue: _Epilogue = None,
+    target: _Target = None,
+    config: Annotated[str | None, typer.Option(help="'TEMPLATE name=value ...', as `show` prints it.")] = None,
+    template: Annotated[str | None, typer.Option(help="A template; the model's favourite config of it.")] = None,
+    param: Annotated[list[str] | None, typer.Option("--param", "-p", help="name=value; may be given again.")] = None,
+    entry: Annotated[str | None, typer.Option(help="Function of the file that launches its kernels.")] = None,
+    schedules: Annotated[int, typer.Option(min=1, help="Schedules for each small problem.")] = 6,
+    seed: Annotated[int, typer.Option(help="Of schedules and inputs.")] = 0,
+    timeline: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the first run here.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Simulate a kernel on the CPU: deadlocks, races, wrong results. Exit status 1 if there are any.
+
+    A file that tlxgen emitted, edited or not, is checked on small problems of its own kind. Any other file with TLX
+    kernels needs --entry: a function without arguments that makes CPU tensors and launches `kernel[grid](...)`.
+    """
+    from tlxgen import cli_check, devices
+    from tlxgen.emit import emit as emit_source
+
+    if what.endswith(".py") or Path(what).is_file():
+        if sizes:
+            raise InvalidProblemError(f"check {what}: a file takes no sizes")
+        cli_check.run_file(Path(what), entry, schedules=schedules, seed=seed, timeline=timeline, as_json=as_json)
+        return
+    problem = parse(what, sizes or [], dtype=dtype, out_dtype=out_dtype, layout=layout, epilogue=epilogue)
+    gpu = devices.target(target) if target else devices.detect() or devices.target("h200")
+    chosen = cli_check.parse_config(config) if config else _chosen_config(problem, gpu, template, param or [])
+    _refuse_illegal(problem, chosen, gpu)
+    source = emit_source(ops.get(what), problem, chosen)
+    cli_check.run_source(source, schedules=schedules, seed=seed, timeline=timeline, as_json=as_json)
+
+
+@app.command()
 def doctor(as_json: _Json = False) -> None:
     """Report GPU, driver, CUDA, triton, tools and cache, and what to do about each problem."""
     from tlxgen import doctor as examination
@@ -187,7 +226,7 @@ def _size(operator: str, word: str) -> int:
 
 
 def _chosen_config(problem: Problem, gpu: Any, template: str | None, params: list[str]) -> Any:
-    from tlxgen import runtime, space
+    from tlxgen import runtime
     from tlxgen.candidates import candidates
     from tlxgen.config import Config
 
@@ -204,10 +243,16 @@ def _chosen_config(problem: Problem, gpu: Any, template: str | None, params: lis
             raise InvalidConfigError(f"--param {pair!r} is not name=value")
         values[name] = _value(text)
     config = Config(template=favourite.template, params=values)
+    _refuse_illegal(problem, config, gpu)
+    return config
+
+
+def _refuse_illegal(problem: Problem, config: Any, gpu: Any) -> None:
+    from tlxgen import space
+
     reason = space.why_illegal(ops.get(problem.operator), problem, config, gpu)
     if reason:
         raise InvalidConfigError(reason)
-    return config
 
 
 def _value(text: str) -> int | str:

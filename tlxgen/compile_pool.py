@@ -14,28 +14,53 @@ from tlxgen.compile import Binary, compile_candidate
 from tlxgen.emit import KernelSource
 from tlxgen.errors import CompileError
 from tlxgen.process import Child, ChildDiedError, ChildTimeoutError
+from tlxgen.simulator.verdicts import why_unsafe
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+#: No CUDA context: the card belongs to the process that measures. No threads: there is a child for each core.
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
 @dataclass(frozen=True)
 class CompileJob:
-    """Compiles one source; runs in a child."""
+    """Compiles one source, and simulates it if it is to be launched; runs in a child."""
 
     source: KernelSource
     capability: tuple[int, int]
+    simulate: bool
 
     def __call__(self) -> Binary:
-        """See `compile_candidate`."""
-        return compile_candidate(self.source, self.capability)
+        """See `compile_candidate`.
+
+        Raises:
+            CompileError: also where the simulator finds a deadlock, a race or a wrong result: `unsafe`.
+        """
+        binary = compile_candidate(self.source, self.capability)
+        reason = why_unsafe(self.source) if self.simulate else None
+        if reason:
+            raise CompileError("unsafe", f"simulator: {reason}")
+        return binary
 
 
 class CompilePool:
-    """Compiles sources in `workers` children (default: one a core), each under a limit of `timeout` seconds."""
+    """Compiles sources in `workers` children (default: one a core), each under a limit of `timeout` seconds.
 
-    def __init__(self, capability: tuple[int, int], workers: int | None = None, timeout: float = 60.0) -> None:
+    With `simulate`, what comes back has also passed the simulator and may be launched.
+    """
+
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        workers: int | None = None,
+        timeout: float = 60.0,
+        *,
+        simulate: bool = False,
+    ) -> None:
         self._capability = capability
+        self._simulate = simulate
         self._timeout = timeout
         self._threads = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), thread_name_prefix="compile")
         self._local = threading.local()
@@ -65,11 +90,10 @@ class CompilePool:
     def _compile(self, source: KernelSource) -> Binary:
         child: Child | None = getattr(self._local, "child", None)
         if child is None:
-            # No CUDA context: the card belongs to the process that measures.
-            child = self._local.child = Child({"CUDA_VISIBLE_DEVICES": ""})
+            child = self._local.child = Child(_ENVIRONMENT)
             self._children.append(child)
         try:
-            return child.call(CompileJob(source, self._capability), self._timeout)
+            return child.call(CompileJob(source, self._capability, self._simulate), self._timeout)
         except ChildTimeoutError as error:
             raise CompileError("timeout", f"compilation: {error}") from None
         except ChildDiedError as error:

@@ -45,7 +45,7 @@ class CompileError(TlxgenError):
     """A candidate did not compile.
 
     Attributes:
-        kind: one of `out_of_resources`, `ptxas`, `compiler_error`, `compiler_crash`, `timeout`, `rejected`.
+        kind: one of `out_of_resources`, `ptxas`, `compiler_error`, `compiler_crash`, `timeout`, `rejected`, `unsafe`.
     """
 
     def __init__(self, kind: str, message: str) -> None:

@@ -12,6 +12,7 @@ from tlxgen.errors import InvalidProblemError
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
 DType = Literal["bf16", "fp16", "fp32"]
 
@@ -40,6 +41,8 @@ class Problem(BaseModel):
     operator: ClassVar[str]
     #: The fields that are sizes, in the order of the command line.
     sizes: ClassVar[tuple[str, ...]]
+    #: The fields that follow in a label, in order, as far as it has them; `out=` names the output's dtype.
+    label_fields: ClassVar[tuple[str, ...]] = ("dtype",)
 
     @property
     def empty(self) -> bool:
@@ -50,6 +53,21 @@ class Problem(BaseModel):
     def label(self) -> str:
         """The problem in the words of the command line, such as `gemm 4096 4096 4096 bf16 nn`."""
         raise NotImplementedError
+
+    @classmethod
+    def from_label(cls, label: str) -> Self:
+        """The problem that has this label.
+
+        Raises:
+            InvalidProblemError: none has.
+        """
+        words = label.split()[1:]
+        count, names = len(cls.sizes), iter(cls.label_fields)
+        fields: dict[str, str] = {}
+        for word in words[count:]:
+            name, equals, value = word.partition("=")
+            fields[f"{name}_dtype" if equals else next(names, word)] = value if equals else word
+        return parse_problem(cls, [int(word) if word.isdecimal() else word for word in words[:count]], fields)
 
 
 def dtype_name(dtype: Any) -> str:

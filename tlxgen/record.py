@@ -83,6 +83,7 @@ TrialStatus = Literal[
     "compiler_crash",
     "timeout",
     "rejected",
+    "unsafe",
     "launch_failed",
     "wrong_result",
     "unstable_result",

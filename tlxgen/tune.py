@@ -106,7 +106,7 @@ def rank(
     legal = candidates(problem, gpu, templates)
     state = State(len(legal), budget)
     compiled: dict[Config, Binary] = {}
-    with CompilePool(gpu.capability, workers) as pool:
+    with CompilePool(gpu.capability, workers, simulate=True) as pool:
         futures = {config: pool.submit(emit(operator, problem, config)) for config in legal[: budget.trials]}
         for config, future in futures.items():
             if state.elapsed > budget.seconds and compiled:
@@ -159,7 +159,7 @@ def tune(
         run.choose_search(sampler, seed)
         interrupted = False
         try:
-            with CompilePool(report.gpu.capability, workers) as pool:
+            with CompilePool(report.gpu.capability, workers, simulate=True) as pool:
                 run.search_with(pool, progress)
         except KeyboardInterrupt:
             interrupted = True

@@ -33,6 +33,14 @@ class Resources:
     accumulator_registers: int  #: per thread of a consumer
 
 
+@dataclass(frozen=True)
+class Case(Generic[P]):
+    """A small problem that a config's kernel is simulated on, and how many multiprocessors share it."""
+
+    problem: P
+    num_sms: int
+
+
 class Operator(ABC, Generic[P]):
     """One operation that tlxgen has templates for."""
 
@@ -76,6 +84,13 @@ class Operator(ABC, Generic[P]):
         """Everything the template needs that Python can settle before rendering."""
 
     @abstractmethod
+    def small_cases(self, problem: P, config: Config) -> Sequence[Case[P]]:
+        """Problems of a few tiles that take the config's kernel through its corners.
+
+        They differ from `problem` in size alone, and keep what of its sizes the emitted code depends on.
+        """
+
+    @abstractmethod
     def flops(self, problem: P) -> float:
         """Floating-point operations of one call."""
 
@@ -107,6 +122,10 @@ class Operator(ABC, Generic[P]):
     @abstractmethod
     def eager(self, problem: P, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
         """The peer: the same operation through torch, written to `out` where torch can."""
+
+    def peer_result(self, problem: P, inputs: Tensors) -> torch.Tensor:
+        """What the peer would give on a GPU; on a CPU, where `eager` may be more exact, rounded as tensor cores do."""
+        return self.eager(problem, inputs)
 
     @abstractmethod
     def check_call(self, problem: P, tensors: Tensors) -> str | None:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from tlxgen import model
 from tlxgen.config import Config, Value
 from tlxgen.devices import Gpu, Hopper
-from tlxgen.ops.base import Operator, Resources, Tensors, normal_tensors
+from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors
 from tlxgen.problem import ITEM_BYTES, DType, Problem, dtype_name, parse_problem, torch_dtype
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class GemmProblem(Problem):
 
     operator: ClassVar[str] = "gemm"
     sizes: ClassVar[tuple[str, ...]] = ("M", "N", "K")
+    label_fields: ClassVar[tuple[str, ...]] = ("dtype", "layout", "epilogue")
 
     M: int = Field(ge=0, le=_LARGEST)
     N: int = Field(ge=0, le=_LARGEST)
@@ -161,6 +162,19 @@ class Gemm(Operator[GemmProblem]):
         by_template = _tma_context if context["tma"] else _pointer_context
         return context | by_template(problem, config)
 
+    def small_cases(self, problem: GemmProblem, config: Config) -> Sequence[Case[GemmProblem]]:
+        """One tile; fewer K steps than stages; tails; odd, even and unequal numbers of tiles for each CTA."""
+        p = config.params
+        m, n, k, stages = (int(p[name]) for name in ("block_m", "block_n", "block_k", "num_stages"))
+        sizes = [
+            ((m, n, k), 1),
+            ((m - 16, n - 16, 2 * k), 1),
+            ((2 * m + 16, n, (stages + 1) * k + 16), 1),
+            ((m + 16, n + 16, stages * k), 1),
+            ((4 * m + 16, n, 2 * k - 16), 2),
+        ]
+        return [Case(_small(problem, shape), num_sms) for shape, num_sms in sizes]
+
     def flops(self, problem: GemmProblem) -> float:
         """Two operations for each product; the epilogue is not counted."""
         return 2.0 * problem.M * problem.N * problem.K
@@ -220,6 +234,12 @@ class Gemm(Operator[GemmProblem]):
         result = _apply_epilogue(parts, product, inputs).to(torch_dtype(problem.out_dtype))
         return result if out is None else out.copy_(result)
 
+    def peer_result(self, problem: GemmProblem, inputs: Tensors) -> torch.Tensor:
+        """See `Operator.peer_result`: fp32 goes through TF32."""
+        if problem.dtype == "fp32" and not inputs["a"].is_cuda:
+            inputs = {**inputs, "a": _rounded_to_tf32(inputs["a"]), "b": _rounded_to_tf32(inputs["b"])}
+        return self.eager(problem, inputs)
+
     def check_call(self, problem: GemmProblem, tensors: Tensors) -> str | None:
         """See `Operator.check_call`."""
         shapes: dict[str, tuple[int, ...]] = {"a": (problem.M, problem.K), "b": (problem.K, problem.N)}
@@ -263,6 +283,15 @@ class Gemm(Operator[GemmProblem]):
             if refusal:
                 return refusal
         return _cp_async_refusal(problem, operands) if config.template == "gemm_cp_async" else None
+
+
+def _small(problem: GemmProblem, shape: tuple[int, int, int]) -> GemmProblem:
+    """The problem in another size; what 16 does not divide there, it does not divide here."""
+    sizes = {
+        name: size if getattr(problem, name) % _KNOWN_DIVISOR == 0 else size - 3
+        for name, size in zip(problem.sizes, shape, strict=True)
+    }
+    return problem.model_copy(update=sizes)
 
 
 def _layout_refusal(name: str, tensor: torch.Tensor, transposed: bool) -> str | None:
@@ -365,6 +394,13 @@ def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
+
+
+def _rounded_to_tf32(x: torch.Tensor) -> torch.Tensor:
+    """To the nearest number with 10 bits of mantissa."""
+    import torch
+
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 def _apply_epilogue(parts: Sequence[str], x: torch.Tensor, inputs: Tensors) -> torch.Tensor:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from tlxgen import model
 from tlxgen.config import Config, Value
 from tlxgen.devices import Gpu, Hopper
-from tlxgen.ops.base import Operator, Resources, Tensors, normal_tensors
+from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors
 from tlxgen.problem import ITEM_BYTES, DType, Problem, dtype_name, parse_problem, torch_dtype
 
 if TYPE_CHECKING:
@@ -72,6 +72,14 @@ class VectorAdd(Operator[VectorAddProblem]):
             "item_bytes": ITEM_BYTES[problem.dtype],
             "hopper": config.template != "vector_add_vanilla",
         }
+
+    def small_cases(self, problem: VectorAddProblem, config: Config) -> Sequence[Case[VectorAddProblem]]:
+        """Less than a block, whole blocks, fewer and more than stages, and a tail."""
+        p = config.params
+        block, stages, ctas = (int(p.get(name, 1)) for name in ("block", "num_stages", "ctas_per_sm"))
+        several = (2 * stages + 1) * ctas  # blocks: every ring wraps twice
+        sizes = [(block - 1, 1), (block, 1), (several * block + 5, 1), ((2 * several - 1) * block, 2)]
+        return [Case(problem.model_copy(update={"n": n}), num_sms) for n, num_sms in sizes]
 
     def flops(self, problem: VectorAddProblem) -> float:
         """One addition an element."""

@@ -1,0 +1,56 @@
+"""Emitted kernels that the simulator's tests make slips in: one of each template that synchronises by hand."""
+
+from __future__ import annotations
+
+from tlxgen import devices, ops
+from tlxgen.candidates import candidates
+from tlxgen.config import Config
+from tlxgen.emit import KernelSource, emit
+from tlxgen.problem import Problem
+from tlxgen.simulator.machine import Limits
+
+H200 = devices.target("h200")
+GEMM, VECTOR_ADD = ops.get("gemm"), ops.get("vector_add")
+
+#: Wrong kernels may run long; right ones take a hundredth of this.
+LIMITS = Limits(steps=20_000, seconds=20)
+
+
+def config(problem: Problem, template: str, **changes: int) -> Config:
+    """The model's favourite of a template, with other values."""
+    favourite = candidates(problem, H200, (template,))[0]
+    return Config(template=template, params={**favourite.params, **changes})
+
+
+PROBLEM = GEMM.problem((4096, 4096, 4096))
+PINGPONG = emit(GEMM, PROBLEM, config(PROBLEM, "gemm_tma_pingpong", block_m=64, block_n=128, num_stages=6))
+COOPERATIVE = emit(
+    GEMM,
+    PROBLEM,
+    config(PROBLEM, "gemm_tma_cooperative", block_m=128, block_n=128, consumers=2, num_stages=4, epilogue_subtiles=2),
+)
+CP_ASYNC = emit(GEMM, PROBLEM, config(PROBLEM, "gemm_cp_async", block_m=64, block_n=64, num_stages=4))
+RESIDUAL_PROBLEM = GEMM.problem((4096, 4096, 4096), epilogue="residual")
+RESIDUAL = emit(
+    GEMM,
+    RESIDUAL_PROBLEM,
+    config(
+        RESIDUAL_PROBLEM,
+        "gemm_tma_cooperative",
+        block_m=128,
+        block_n=128,
+        consumers=2,
+        num_stages=3,
+        epilogue_subtiles=1,
+    ),
+)
+VECTOR_PROBLEM = VECTOR_ADD.problem((2**20,))
+VECTOR = emit(VECTOR_ADD, VECTOR_PROBLEM, config(VECTOR_PROBLEM, "vector_add_tma", block=1024, num_stages=2))
+
+SOURCES = [PINGPONG, COOPERATIVE, CP_ASYNC, RESIDUAL, VECTOR]
+
+
+def identify(source: KernelSource) -> str:
+    """For test ids."""
+    epilogue = getattr(source.problem, "epilogue", "none")
+    return source.config.template if epilogue == "none" else f"{source.config.template}+{epilogue}"

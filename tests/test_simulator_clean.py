@@ -1,0 +1,60 @@
+"""Correct kernels raise no alarm: 300 pairs of config and shape and more, twenty schedules each."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tlxgen import devices, ops
+from tlxgen.candidates import candidates
+from tlxgen.emit import KernelSource, emit
+from tlxgen.errors import TuningError
+from tlxgen.ops.base import Operator
+from tlxgen.problem import Problem
+from tlxgen.simulator.check import check, small_cases
+
+H200 = devices.target("h200")
+GEMM, VECTOR_ADD = ops.get("gemm"), ops.get("vector_add")
+SCHEDULES = 20
+
+PROBLEMS: list[Problem] = [
+    *(GEMM.problem((4096, 4096, 4096), layout=layout) for layout in ("nn", "nt", "tn", "tt")),
+    GEMM.problem((4096, 4096, 4096), dtype="fp16", out_dtype="fp32"),
+    GEMM.problem((4096, 4096, 4096), dtype="fp32", layout="nt"),
+    *(
+        GEMM.problem((4096, 4096, 4096), epilogue=epilogue)
+        for epilogue in ("bias+relu", "residual", "scale+bias+gelu+residual")
+    ),
+    GEMM.problem((4097, 4095, 4099)),
+    GEMM.problem((1024, 1024, 1024)),  # with programmatic dependent launch
+    VECTOR_ADD.problem((2**20,)),
+    VECTOR_ADD.problem((2**20 + 1,), dtype="fp32"),
+]
+
+
+def sample(operator: Operator[Problem], problem: Problem) -> list[KernelSource]:
+    """Two configs of each template that serves the problem."""
+    rng = random.Random(problem.label)
+    chosen = []
+    for template in operator.templates:
+        try:
+            legal = candidates(problem, H200, (template,))
+        except TuningError:
+            continue
+        chosen += rng.sample(legal, min(2, len(legal)))
+    return [emit(operator, problem, config) for config in chosen]
+
+
+SOURCES = [source for problem in PROBLEMS for source in sample(ops.get(problem.operator), problem)]
+
+
+def test_there_are_three_hundred_pairs_of_config_and_shape() -> None:
+    assert sum(len(small_cases(source)) for source in SOURCES) >= 300
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source.problem.label} {source.config.short}")
+def test_a_correct_kernel_is_clean_in_twenty_schedules(source: KernelSource) -> None:
+    report = check(source, SCHEDULES)
+    assert report.clean, "\n".join(map(str, report.findings))
+    assert report.runs == SCHEDULES * len(report.cases)

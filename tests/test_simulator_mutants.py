@@ -1,0 +1,45 @@
+"""Slips that a program makes by itself, in every statement that synchronises: found, or known to be harmless."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests import emitted
+from tests.mutants import mutants
+from tlxgen.emit import KernelSource
+from tlxgen.simulator.check import check
+
+#: Slips that change nothing, reviewed one by one: pattern of their names → why they are harmless.
+HARMLESS = {
+    r"double: tlx\.(barrier_wait|async_descriptor_store_wait|async_load_wait_group)\(.*": "what has been waited for passes at once",
+    r"double: tlx\.(local_store|fence)\(.*": "the same once more, before anybody can look",
+    r"double: tlx\.async_load_commit_group\(.*": "an empty group in between makes the waits stricter, and slower",
+    r"swap: \w+ = tlx\.alloc_barriers\(.* / .*": "allocations in another order",
+    r"swap: tlx\.barrier_expect_bytes\(.* / tlx\.async_(descriptor_load|load)\(.*": "bytes may come before they are expected: the phase still lacks its arrival",
+    r"swap: (\w+ = )?tlx\.async_(descriptor_load|load)\(.* / (\w+ = )?tlx\.async_(descriptor_load|load)\(.*": "two copies in another order",
+    r"swap: tlx\.barrier_arrive\(empty.* / (left, right = halves|parts = halves|store_columns|offsets = ).*": "registers do not care when shared memory is released",
+    r"swap: tlx\.named_barrier_arrive\(other_turn, 256\) / acc = tlx\.async_dot_wait\(0, acc\)": "the turn is handed over later: only slower",
+    r"swap: tlx\.async_descriptor_store_wait\(0\) / tlx\.barrier_expect_bytes\(loaded, .*": "the barrier of the residual has nothing to do with the store before",
+    r"swap: (acc = )?tlx\.(async_load_wait_group|async_dot_wait)\(.* / tl\.debug_barrier\(\)": "the compiler puts a barrier between the wait and the next access by itself (Membar)",
+    r"swap: acc = tlx\.async_dot_wait\(0, acc\) / tlx\.async_load_wait_group\(0\)": "two waits in another order",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", emitted.SOURCES, ids=emitted.identify)
+def test_a_slip_in_synchronisation_is_found_or_known_to_be_harmless(source: KernelSource) -> None:
+    made = list(mutants(source.text))
+    survivors = [
+        m.name for m in made if check(replace(source, text=m.text), 3, limits=emitted.LIMITS, stop_early=True).clean
+    ]
+    unknown = [name for name in survivors if not any(re.fullmatch(pattern, name) for pattern in HARMLESS)]
+    assert not unknown
+    assert len(survivors) < len(made)
+
+
+def test_the_list_of_harmless_slips_holds_nothing_that_no_kernel_has() -> None:
+    names = [mutant.name for source in emitted.SOURCES for mutant in mutants(source.text)]
+    unused = [pattern for pattern in HARMLESS if not any(re.fullmatch(pattern, name) for name in names)]
+    assert not unused

@@ -1,0 +1,152 @@
+"""Every planted bug is found, and named for what it is.
+
+Bugs are planted in emitted kernels by editing their text, as a slip of the hand would; each must be found on the small
+problems that a check runs, under every policy, and so whatever the schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from tests import emitted
+from tests.emitted import COOPERATIVE, CP_ASYNC, LIMITS, PINGPONG, RESIDUAL, VECTOR
+from tlxgen.emit import KernelSource
+from tlxgen.simulator.check import check
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A slip: what it replaces, and the kinds of finding one of which must name it."""
+
+    name: str
+    old: str
+    new: str
+    kinds: frozenset[str]
+    count: int = -1  #: occurrences that change; all of them by default
+    also: tuple[str, str] = ("", "")  #: a second replacement
+
+    def plant(self, source: KernelSource) -> KernelSource:
+        assert self.old in source.text, f"{self.name}: {self.old!r} is not in {source.config.template}"
+        text = source.text.replace(self.old, self.new, self.count)
+        return replace(source, text=text.replace(*self.also, 1) if self.also[0] else text)
+
+
+def bug(name: str, old: str, new: str, kinds: str, count: int = -1, also: tuple[str, str] = ("", "")) -> Bug:
+    return Bug(name, old, new, frozenset(kinds.split()), count, also)
+
+
+#: What both TMA kernels of GEMM have in common.
+RING_BUGS = [
+    bug("the consumer waits for the other phase", "barrier_wait(full[stage], phase)", "barrier_wait(full[stage], phase ^ 1)", "data_race early_release unwritten_shared"),
+    bug("the producer waits for the other phase", "barrier_wait(empty[stage], phase)", "barrier_wait(empty[stage], phase ^ 1)", "deadlock"),
+    bug("the producer never waits", "tlx.barrier_wait(empty[stage], phase)", "pass", "early_release barrier_reuse"),
+    bug("the consumer never waits", "tlx.barrier_wait(full[stage], phase)", "pass", "data_race"),
+    bug("the first release is dropped", "tlx.barrier_arrive(empty[previous])", "pass", "deadlock", 1),
+    bug("all releases are dropped", "tlx.barrier_arrive(empty[previous])", "pass", "deadlock"),
+    bug("the release comes before the product's wait", "async_dot_wait(1, acc)", "async_dot_wait(2, acc)", "early_release"),
+    bug("a stage is released that is still read", "barrier_arrive(empty[previous])", "barrier_arrive(empty[stage])", "early_release barrier_reuse deadlock"),
+    bug("too many arrivals are counted", "empty = tlx.alloc_barriers(NUM_STAGES, arrive_count=", "empty = tlx.alloc_barriers(NUM_STAGES, arrive_count=1 + ", "deadlock"),
+    bug("full takes an arrival more", "full = tlx.alloc_barriers(NUM_STAGES, arrive_count=1)", "full = tlx.alloc_barriers(NUM_STAGES, arrive_count=2)", "deadlock"),
+    bug("the last products are not waited for", "acc = tlx.async_dot_wait(0, acc)", "acc = tlx.async_dot_wait(1, acc)", "early_accumulator"),
+    bug("the producer's ring is one stage short", "next_stage(stage, phase, NUM_STAGES)", "next_stage(stage, phase, NUM_STAGES - 1)", "wrong_result data_race early_release deadlock barrier_reuse", 1),
+    bug("the phase never flips", "tl.where(wraps, phase ^ 1, phase)", "phase", "deadlock data_race barrier_reuse"),
+    bug("the producer stops one step early", "for k in range(0, K, BLOCK_K):", "for k in range(0, K - BLOCK_K, BLOCK_K):", "roles_out_of_step deadlock"),
+    bug("the producer loads one step more", "for k in range(0, K, BLOCK_K):", "for k in range(0, K + BLOCK_K, BLOCK_K):", "roles_out_of_step deadlock data_race wrong_result"),
+    bug("the consumer stops one step early", "for _ in range(BLOCK_K, K, BLOCK_K):", "for _ in range(BLOCK_K, K - BLOCK_K, BLOCK_K):", "roles_out_of_step deadlock"),
+    bug("bytes are expected after the copies", "tlx.barrier_expect_bytes(full[stage], ", "tlx.barrier_wait(full[stage], phase ^ 1); tlx.barrier_expect_bytes(full[stage], ", "deadlock"),
+    bug("A is loaded a row too far", "[row, k]", "[row + 1, k]", "wrong_result"),
+    bug("the fence is missing", 'tlx.fence("async_shared")', "pass", "missing_fence"),
+    bug("the staging tile is reused at once", "tlx.async_descriptor_store_wait(0)  # the store before", "pass  # the store before", "early_release"),
+    bug("stores are left behind", "tlx.async_descriptor_store_wait(0)  # shared memory must", "pass  # shared memory must", "unfinished_at_exit"),
+    bug("the tile walk differs", "range(tl.program_id(0), num_tiles, tl.num_programs(0))", "range(tl.program_id(0), num_tiles - 1, tl.num_programs(0))", "deadlock roles_out_of_step wrong_result", 1),
+    bug("too many stages for shared memory", "NUM_STAGES = ", "NUM_STAGES = 8 + ", "out_of_budget", 1),
+    bug("a tensor is captured", "    with tlx.async_tasks():\n", "    tensor = tl.arange(0, 64)\n    with tlx.async_tasks():\n", "capture", also=("            stage = 0\n", "            stage = 0 * tensor.shape[0]\n")),
+]  # fmt: skip
+
+PINGPONG_BUGS = [
+    bug("the ring is one stage short", "wraps = stage == NUM_STAGES - 1", "wraps = stage == NUM_STAGES - 2", "wrong_result data_race deadlock barrier_reuse unfinished_at_exit"),
+    bug("the turn is never handed over", "tlx.named_barrier_arrive(other_turn, 256)  # all", "pass  # all", "deadlock"),
+    bug("nobody goes first", "tlx.named_barrier_arrive(other_turn, 256)  # consumer", "pass  # consumer", "deadlock"),
+    bug("the turn takes 128 threads", "named_barrier_wait(my_turn, 256)", "named_barrier_wait(my_turn, 128)", "wrong_thread_count"),
+    bug("half a warp more", "(my_turn, 256)", "(my_turn, 272)", "wrong_thread_count"),
+    bug("both turns have one number", "my_turn: tl.constexpr = 9 + consumer", "my_turn: tl.constexpr = 9", "barrier_reuse deadlock wrong_thread_count"),
+    bug("a number of the compiler's", "9 + consumer", "2 + consumer", "out_of_budget deadlock"),
+    bug("one consumer starts at the wrong step", "step = consumer * k_steps", "step = consumer * (k_steps + 1)", "data_race deadlock barrier_reuse wrong_result"),
+    bug("expects too few bytes", "expect_bytes(full[stage], ", "expect_bytes(full[stage], -8192 + ", "wrong_byte_count"),
+    bug("expects too many bytes", "expect_bytes(full[stage], ", "expect_bytes(full[stage], 16 + ", "wrong_byte_count"),
+]  # fmt: skip
+
+COOPERATIVE_BUGS = [
+    bug("expects the bytes of B alone", "expect_bytes(full[stage], ", "expect_bytes(full[stage], -16384 + ", "wrong_byte_count"),
+    bug("expects too many bytes", "expect_bytes(full[stage], ", "expect_bytes(full[stage], 16 + ", "wrong_byte_count"),
+    bug("one consumer's release is enough", "arrive_count=2", "arrive_count=1", "barrier_reuse"),
+    bug("both consumers read one half of A", "a_tiles[stage * 2 + consumer]", "a_tiles[stage * 2]", "wrong_result"),
+    bug("only one consumer releases", "tlx.barrier_arrive(empty[previous])", "if consumer == 0: tlx.barrier_arrive(empty[previous])", "deadlock"),
+    bug("both consumers share a staging tile", "c_tiles[consumer]", "c_tiles[0]", "data_race early_release"),
+]  # fmt: skip
+
+CP_ASYNC_BUGS = [
+    bug("a group is waited for too loosely", "async_load_wait_group(NUM_STAGES - 2)", "async_load_wait_group(NUM_STAGES - 1)", "data_race"),
+    bug("no group is waited for", "tlx.async_load_wait_group(NUM_STAGES - 2)", "pass", "data_race"),
+    bug("copies beyond K are left behind", "    tlx.async_load_wait_group(0)\n", "", "unfinished_at_exit"),
+    bug("refills while it is read", "async_dot_wait(1, acc)", "async_dot_wait(2, acc)", "early_release"),
+    bug("the commit is missing", "        tlx.async_load_commit_group([a_token, b_token])\n        a_ptrs += a_step\n        b_ptrs += b_step\n    acc", "        a_ptrs += a_step\n        b_ptrs += b_step\n    acc", "data_race"),
+    bug("refills the stage that is next", "refill = (step + NUM_STAGES - 1) % NUM_STAGES", "refill = (step + NUM_STAGES) % NUM_STAGES", "early_release wrong_result data_race"),
+    bug("the K mask is missing", "K - k_ahead", "K", "wrong_result out_of_bounds"),
+    bug("the products are not waited for", "acc = tlx.async_dot_wait(0, acc)", "acc = tlx.async_dot_wait(1, acc)", "early_accumulator"),
+    bug("one K step fewer", "range(0, tl.cdiv(K, BLOCK_K))", "range(0, tl.cdiv(K, BLOCK_K) - 1)", "wrong_result unwritten_shared"),
+    bug("more stages than shared memory", "NUM_STAGES = ", "NUM_STAGES = 32 + ", "out_of_budget", 1),
+    bug("A and B in each other's place", "tlx.async_dot(a_tiles[stage], b_tiles[stage], acc)", "tlx.async_dot(b_tiles[stage], a_tiles[stage], acc)", "wrong_result"),
+    bug("the ring starts one stage late", "for ahead in tl.static_range(NUM_STAGES - 1):", "for ahead in tl.static_range(NUM_STAGES - 2):", "wrong_result unwritten_shared data_race"),
+]  # fmt: skip
+
+RESIDUAL_BUGS = [
+    bug("the residual is not waited for", "tlx.barrier_wait(loaded, phase)", "pass", "data_race"),
+    bug("its phase never flips", "residual_phase ^= 1", "pass", "data_race barrier_reuse"),
+    bug("too few bytes of it", "barrier_expect_bytes(loaded, ", "barrier_expect_bytes(loaded, -16 + ", "deadlock wrong_byte_count"),
+]  # fmt: skip
+
+VECTOR_BUGS = [
+    bug("the adder does not wait", "tlx.barrier_wait(full[stage], phase)", "pass", "data_race"),
+    bug("the loader does not wait", "tlx.barrier_wait(empty[stage], phase)", "pass", "data_race barrier_reuse"),
+    bug("the adder releases before it reads", "                total = tlx.local_load(x_blocks[stage]) + tlx.local_load(y_blocks[stage])\n                tlx.barrier_arrive(empty[stage])\n", "                tlx.barrier_arrive(empty[stage])\n                total = tlx.local_load(x_blocks[stage]) + tlx.local_load(y_blocks[stage])\n", "data_race"),
+    bug("the release is dropped", "tlx.barrier_arrive(empty[stage])", "pass", "deadlock"),
+    bug("the adder's phase is inverted", "barrier_wait(full[stage], phase)", "barrier_wait(full[stage], phase ^ 1)", "data_race"),
+    bug("the loader's phase is inverted", "barrier_wait(empty[stage], phase)", "barrier_wait(empty[stage], phase ^ 1)", "deadlock"),
+    bug("half of the bytes are expected", "barrier_expect_bytes(full[stage], 4096)", "barrier_expect_bytes(full[stage], 2048)", "wrong_byte_count"),
+    bug("more bytes than come", "barrier_expect_bytes(full[stage], 4096)", "barrier_expect_bytes(full[stage], 8192)", "wrong_byte_count"),
+    bug("arrivals of two", "empty = tlx.alloc_barriers(NUM_STAGES, arrive_count=1)", "empty = tlx.alloc_barriers(NUM_STAGES, arrive_count=2)", "deadlock"),
+    bug("the phase never flips", "tl.where(wraps, phase ^ 1, phase)", "phase", "deadlock data_race barrier_reuse"),
+    bug("the loader walks one block more", "range(tl.program_id(0), whole_blocks, tl.num_programs(0)):\n                start", "range(tl.program_id(0), whole_blocks + 1, tl.num_programs(0)):\n                start", "roles_out_of_step out_of_bounds unfinished_at_exit"),
+    bug("the loader walks one block fewer", "range(tl.program_id(0), whole_blocks, tl.num_programs(0)):\n                start", "range(tl.program_id(0), whole_blocks - 1, tl.num_programs(0)):\n                start", "roles_out_of_step deadlock"),
+    bug("x is added twice", "tlx.local_load(y_blocks[stage])", "tlx.local_load(x_blocks[stage])", "wrong_result"),
+    bug("the tail has no mask", "total, mask=inside", "total", "out_of_bounds"),
+]  # fmt: skip
+
+PLANTED: list[tuple[KernelSource, Bug]] = [
+    *((PINGPONG, one) for one in (*RING_BUGS, *PINGPONG_BUGS)),
+    *((COOPERATIVE, one) for one in (*RING_BUGS, *COOPERATIVE_BUGS)),
+    *((CP_ASYNC, one) for one in CP_ASYNC_BUGS),
+    *((RESIDUAL, one) for one in RESIDUAL_BUGS),
+    *((VECTOR, one) for one in VECTOR_BUGS),
+]
+
+
+def identify(value: KernelSource | Bug) -> str:
+    return emitted.identify(value) if isinstance(value, KernelSource) else value.name
+
+
+@pytest.mark.parametrize("source", emitted.SOURCES, ids=identify)
+def test_the_kernels_as_emitted_are_clean(source: KernelSource) -> None:
+    report = check(source, 6)
+    assert report.clean, "\n".join(map(str, report.findings))
+
+
+@pytest.mark.parametrize("seed", range(3))  # seed i takes policy i first
+@pytest.mark.parametrize(("source", "planted"), PLANTED, ids=identify)
+def test_a_planted_bug_is_found_in_every_schedule(source: KernelSource, planted: Bug, seed: int) -> None:
+    report = check(planted.plant(source), 1, seed, limits=LIMITS)
+    kinds = {finding.kind for finding in report.findings}
+    assert kinds & planted.kinds, f"found {sorted(kinds)}, wanted one of {sorted(planted.kinds)}"

@@ -1,0 +1,218 @@
+"""Emitted kernel → is it free of deadlocks and races, and are its numbers right? On the CPU.
+
+A kernel is run on small problems that take it through its corners (`Operator.small_cases`), each under several
+schedules: asynchronous copies that finish as early as they may, as late as they can, or at random, and roles that take
+turns at random. The result is held against the operator's reference by the same rule as on a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tlxgen import accuracy, ops
+from tlxgen.emit import KernelSource, emit
+from tlxgen.errors import InvalidProblemError
+from tlxgen.ops.base import Case
+from tlxgen.simulator import assembly
+from tlxgen.simulator.findings import Finding, Place
+from tlxgen.simulator.machine import POLICIES, Limits, Machine, Policy
+from tlxgen.simulator.program import Program, load
+from tlxgen.simulator.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way in which things may happen."""
+
+    policy: Policy
+    seed: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check came to."""
+
+    findings: tuple[Finding, ...]
+    runs: int
+    steps: int
+    seconds: float
+    cases: tuple[str, ...] = field(default=())
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+
+def schedules(count: int, seed: int = 0) -> list[Schedule]:
+    """So many schedules: the policies in turn, each time with another seed."""
+    return [Schedule(POLICIES[n % len(POLICIES)], n) for n in range(seed, seed + count)]
+
+
+def check(
+    source: KernelSource,
+    count: int = 6,
+    seed: int = 0,
+    *,
+    limits: Limits | None = None,
+    path: Path | None = None,
+    timeline: Path | None = None,
+    stop_early: bool = False,
+) -> Report:
+    """Simulates an emitted kernel.
+
+    Args:
+        source: the kernel; its text is what is run, whoever wrote it.
+        count: schedules for each small problem.
+        seed: of schedules and inputs.
+        limits: of one run.
+        path: of the file that findings point into; by default the source's own name.
+        timeline: where a Chrome trace of the first run is written.
+        stop_early: whether the first run with findings is the last.
+
+    Returns:
+        A report; findings that several runs share are there once.
+    """
+    started = time.perf_counter()
+    program = load(path or source.file_name, source.text)
+    cases = small_cases(source)
+    found: dict[Any, Finding] = {}
+    runs = steps = 0
+    for case in cases:
+        trial = _Trial(program, source, case, seed)
+        for schedule in schedules(count, seed):
+            machine = _machine(schedule, limits)
+            if timeline is not None and not runs:
+                machine.timeline = Timeline()
+            trial.run(machine)
+            if timeline is not None and machine.timeline is not None:
+                machine.timeline.write(timeline)
+            runs += 1
+            steps += machine.steps
+            for finding in machine.findings:
+                found.setdefault((finding.kind, finding.place.line, finding.other and finding.other.line), finding)
+            if found and stop_early:
+                break
+        if found and stop_early:
+            break
+    labels = tuple(f"{case.problem.label} on {case.num_sms}" for case in cases)
+    return Report(tuple(found.values()), runs, steps, time.perf_counter() - started, labels)
+
+
+def small_cases(source: KernelSource) -> list[Case[Any]]:
+    """The operator's small problems for this config, as far as it can serve them with the same code.
+
+    Raises:
+        InvalidProblemError: there are none.
+    """
+    operator = ops.get(source.operator)
+    code = emit(operator, source.problem, source.config).code_hash
+    cases = []
+    for case in operator.small_cases(source.problem, source.config):
+        inputs = operator.inputs(case.problem, "meta", 0)
+        refusal = operator.launchable(case.problem, source.config, inputs, operator.output(case.problem, inputs))
+        if refusal is None and emit(operator, case.problem, source.config).code_hash == code:
+            cases.append(case)
+    if not cases:
+        raise InvalidProblemError(f"no small problem makes the same kernel as {source.problem.label}")
+    return cases
+
+
+def check_host(path: Path, entry: str, count: int = 6, seed: int = 0, *, limits: Limits | None = None) -> Report:
+    """Simulates what a file's own host code launches.
+
+    Args:
+        path: of a file with TLX kernels.
+        entry: name of a function in it without arguments, which makes CPU tensors and launches `kernel[grid](...)`;
+            an AssertionError of it counts as a wrong result.
+        count: schedules.
+        seed: of the first schedule.
+        limits: of one run.
+
+    Raises:
+        InvalidProblemError: the file has no such function.
+    """
+    started = time.perf_counter()
+    found: dict[Any, Finding] = {}
+    steps = 0
+    for schedule in schedules(count, seed):
+        program = load(path, make_machine=lambda schedule=schedule: _machine(schedule, limits))  # type: ignore[misc]
+        function = program.namespace.get(entry)
+        if not callable(function):
+            names = ", ".join(name for name, value in program.namespace.items() if callable(value) and name[0] != "_")
+            raise InvalidProblemError(f"{path} has no function {entry!r}; it has {names or 'none'}")
+        try:
+            function()
+        except AssertionError as error:
+            place = Place(entry, function.__code__.co_firstlineno)
+            found.setdefault("wrong", Finding("wrong_result", f"AssertionError: {error}", place))
+        if not program.machines:
+            raise InvalidProblemError(f"{entry} of {path} launches no kernel")
+        for machine in program.machines:
+            steps += machine.steps
+            for finding in machine.findings:
+                found.setdefault((finding.kind, finding.place.line, finding.other and finding.other.line), finding)
+    return Report(tuple(found.values()), count, steps, time.perf_counter() - started)
+
+
+class _Trial:
+    """One small problem, its inputs and what they should give."""
+
+    def __init__(self, program: Program, source: KernelSource, case: Case[Any], seed: int) -> None:
+        self.program = program
+        self.operator = ops.get(source.operator)
+        self.case = case
+        self.inputs = self.operator.inputs(case.problem, "cpu", seed)
+        self.reference = self.operator.reference(case.problem, self.inputs)
+        self.library = self.operator.peer_result(case.problem, self.inputs)
+
+    def run(self, machine: Machine) -> None:
+        """Runs the kernel on a machine, and says so if the result is wrong."""
+        output = self.operator.output(self.case.problem, self.inputs)
+        output.fill_(float("nan"))
+        module: Any = SimpleNamespace(arguments=self.program["arguments"])
+        grid, args = self.operator.arguments(module, self.inputs, output, num_sms=self.case.num_sms)
+        kernel = self.program["kernel"]
+        kernel.launch(machine, grid, args, self.program["OPTIONS"])
+        if not machine.completed:
+            return
+        reason = accuracy.why_wrong(output, self.reference, self.library)
+        if reason:
+            place = Place(kernel.name, kernel.function.__code__.co_firstlineno)
+            machine.findings.append(Finding("wrong_result", f"{self.case.problem.label}: {reason}", place))
+
+
+def _machine(schedule: Schedule, limits: Limits | None) -> Machine:
+    return Machine(
+        frozenset(),
+        seed=schedule.seed,
+        policy=schedule.policy,
+        limits=limits or Limits(),
+        assembly=assembly.meaning,
+    )
+
+
+def describe(report: Report) -> Iterator[str]:
+    """The report in lines for people."""
+    for finding in report.findings:
+        yield str(finding)
+    verdict = "clean" if report.clean else f"{len(report.findings)} finding(s)"
+    yield f"{verdict}: {report.runs} runs, {report.steps} steps, {report.seconds:.2f} s"
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """For `--json`."""
+    findings: Sequence[dict[str, Any]] = [finding.to_json() for finding in report.findings]
+    return {
+        "clean": report.clean,
+        "findings": findings,
+        "runs": report.runs,
+        "steps": report.steps,
+        "seconds": round(report.seconds, 3),
+        "cases": list(report.cases),
+    }

@@ -1,0 +1,68 @@
+"""Whether a kernel may be launched: the simulator's word on it, remembered by the hash of its code.
+
+A verdict counts as long as neither the code nor the simulator has changed. Any defect of a remembered verdict is a
+miss; where none can be written, kernels are simulated again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from tlxgen import paths
+from tlxgen.emit import KernelSource
+
+#: One for each policy: what is found hardly depends on the seed.
+_SCHEDULES = 3
+
+
+def why_unsafe(source: KernelSource) -> str | None:
+    """The first thing that the simulator finds, or None if the kernel may be launched."""
+    path = paths.user_cache_dir() / "simulated" / _version() / f"{source.code_hash}.json"
+    known, verdict = _recall(path)
+    if not known:
+        verdict = _simulate(source)
+        _remember(path, verdict)
+    return verdict
+
+
+def _simulate(source: KernelSource) -> str | None:
+    from tlxgen.simulator.check import check
+
+    report = check(source, _SCHEDULES, stop_early=True)
+    if report.clean:
+        return None
+    first = report.findings[0]
+    return f"{first.kind} at {first.place}: {' '.join(first.message.split())}"
+
+
+def _recall(path: Path) -> tuple[bool, str | None]:
+    try:
+        verdict = json.loads(path.read_text(encoding="utf-8"))["unsafe"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False, None
+    return verdict is None or isinstance(verdict, str), verdict
+
+
+def _remember(path: Path, verdict: str | None) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump({"unsafe": verdict}, file)
+        Path(temporary).replace(path)
+    except OSError:
+        return
+
+
+@functools.cache
+def _version() -> str:
+    """Hash of the simulator itself."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
