@@ -405,3 +405,101 @@ class TestProgram:
             [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
         )
         assert done.stderr.strip() == "False"
+
+
+class TestCheck:
+    """`tlxgen check`: exit status 0 clean, 1 findings, 2 bad input."""
+
+    @pytest.fixture
+    def emitted(self, tmp_path: Path, run: Run) -> Path:
+        path = tmp_path / "kernel.py"
+        assert run("emit", "gemm", 512, 512, 512, "--template", "gemm_tma_cooperative", "-o", path).status == 0
+        return path
+
+    @pytest.fixture
+    def hanging(self, emitted: Path) -> Path:
+        release = "tlx.barrier_arrive(empty[previous])"
+        text = emitted.read_text()
+        assert release in text
+        emitted.write_text(text.replace(release, "pass"))
+        return emitted
+
+    def test_a_problem_is_clean(self, run: Run) -> None:
+        done = run("check", "gemm", 512, 512, 512, "--schedules", 1)
+        assert done.status == 0
+        assert done.out.startswith("clean: ")
+
+    def test_a_problem_with_a_config_is_checked_with_that_config(self, run: Run) -> None:
+        config = "gemm_cp_async block_k=64 block_m=64 block_n=64 group_m=8 num_stages=4 num_warps=4"
+        done = run("check", "gemm", 512, 512, 512, "--config", config, "--schedules", 3, "--json")
+        answer = json.loads(done.out)
+        assert done.status == 0
+        assert answer["clean"] is True
+        assert answer["findings"] == []
+        assert answer["runs"] == 3 * len(answer["cases"])
+
+    def test_an_emitted_file_is_clean(self, emitted: Path, run: Run) -> None:
+        assert run("check", emitted, "--schedules", 1).status == 0
+
+    def test_an_edited_file_is_checked_as_it_is(self, hanging: Path, run: Run) -> None:
+        done = run("check", hanging, "--schedules", 1)
+        assert done.status == 1
+        assert "deadlock at" in done.out
+        assert "empty[0]" in done.out
+        assert "remedy: " in done.out
+
+    def test_findings_point_at_lines_of_the_file(self, hanging: Path, run: Run) -> None:
+        answer = json.loads(run("check", hanging, "--schedules", 1, "--json").out)
+        (deadlock,) = (finding for finding in answer["findings"] if finding["kind"] == "deadlock")
+        line = hanging.read_text().splitlines()[deadlock["place"]["line"] - 1]
+        assert "tlx.barrier_wait(" in line
+        assert deadlock["remedy"]
+
+    def test_a_seed_gives_the_same_answer_again(self, hanging: Path, run: Run) -> None:
+        first, second = (json.loads(run("check", hanging, "--seed", 5, "--json").out) for _ in range(2))
+        assert first["findings"] == second["findings"]
+        assert first["steps"] == second["steps"]
+
+    def test_the_timeline_says_who_works_and_who_waits(self, emitted: Path, tmp_path: Path, run: Run) -> None:
+        trace = tmp_path / "trace.json"
+        assert run("check", emitted, "--schedules", 1, "--timeline", trace).status == 0
+        events = json.loads(trace.read_text())["traceEvents"]
+        assert {"work", "wait", "async"} <= {event.get("cat") for event in events}
+        roles = {event["args"]["name"] for event in events if event["ph"] == "M"}
+        assert "default" in roles
+        assert all(event["dur"] > 0 for event in events if event["ph"] == "X")
+
+    def test_a_file_of_somebody_elses_is_checked_through_a_function(self, run: Run) -> None:
+        example = ROOT / "examples" / "05_check.py"
+        assert run("check", example, "--entry", "simulate").status == 0
+        done = run("check", example, "--entry", "simulate_without_release")
+        assert done.status == 1
+        shown = done.out.split("1 finding")[0]
+        readme = (ROOT / "README.md").read_text()
+        assert "".join(f"    {line}\n" for line in shown.splitlines()) in readme
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (["nowhere.py"], "nowhere.py"),
+            (["gemm", 0, 1, 1], "at least 1"),
+            (["no_such_operator", 1], "no_such_operator"),
+            (["gemm", 512, 512, 512, "--config", "gemm_cp_async nonsense"], "nonsense"),
+            (["gemm", 512, 512, 512, "--config", "no_such_template block_m=64"], "no_such_template"),
+            ([ROOT / "examples" / "05_check.py"], "--entry"),
+            ([ROOT / "examples" / "05_check.py", "--entry", "nobody"], "nobody"),
+            ([ROOT / "README.md"], "README.md"),
+            ([ROOT / "examples" / "05_check.py", 5], "no sizes"),
+        ],
+    )
+    def test_bad_input_is_one_line_and_status_2(self, words: list[object], said: str, run: Run) -> None:
+        done = run("check", *words)
+        assert done.status == 2
+        assert done.out == ""
+        assert said in done.err
+        assert done.err.count("\n") == 1
+
+    def test_a_timeline_that_cannot_be_written_is_one_line(self, emitted: Path, tmp_path: Path, run: Run) -> None:
+        done = run("check", emitted, "--schedules", 1, "--timeline", tmp_path / "no" / "such" / "folder.json")
+        assert done.status == 2
+        assert "--timeline" in done.err

@@ -129,7 +129,7 @@ PLANTED: list[tuple[KernelSource, Bug]] = [
     *((PINGPONG, one) for one in (*RING_BUGS, *PINGPONG_BUGS)),
     *((COOPERATIVE, one) for one in (*RING_BUGS, *COOPERATIVE_BUGS)),
     *((CP_ASYNC, one) for one in CP_ASYNC_BUGS),
-    *((RESIDUAL, one) for one in RESIDUAL_BUGS),
+    *((RESIDUAL, one) for one in (*RING_BUGS, *COOPERATIVE_BUGS, *RESIDUAL_BUGS)),
     *((VECTOR, one) for one in VECTOR_BUGS),
 ]
 
