@@ -459,7 +459,7 @@ class TestArrival:
         one, other, barrier = run.task("one"), run.task("other"), run.mbarrier("b", 1)
         assert barrier.arrive(one.now, one.release()) == []
         (complaint,) = barrier.arrive(other.now, other.release())
-        assert complaint == "arrives on b for phase 1, not knowing that phase 0 is over (one)"
+        assert "arrives on b for phase 1 without having waited for phase 0: if one came later" in complaint
 
     def test_that_has_waited_for_the_last_phase_is_not_early(self) -> None:
         run = Run()
@@ -484,7 +484,7 @@ class TestArrival:
         barrier.arrive(one.now, one.release(), expect=32)
         barrier.deliver(32, one.release(), "one")
         (complaint,) = barrier.arrive(one.now, one.release(), expect=32)
-        assert complaint.endswith("not knowing that phase 0 is over (the copies)")
+        assert "without having waited for phase 0: if the copies came later" in complaint
 
     def test_that_completes_a_phase_before_a_waiter_of_the_last_one_has_answered_overruns_it(self) -> None:
         run = Run()
@@ -492,7 +492,7 @@ class TestArrival:
         barrier.arrive(one.now, one.release())
         barrier.wait(waiter.now, 0, waiter.known)
         (complaint,) = barrier.arrive(one.now, one.release())
-        assert complaint == "phase 1 of b may complete before waiter has seen phase 0"
+        assert complaint.startswith("phase 1 of b may complete before waiter has seen phase 0")
 
     def test_that_completes_the_first_phase_may_overrun_who_waits_for_the_one_before_it(self) -> None:
         """A wait for parity 1 passes on a fresh barrier; had it come after the arrival, it would not have."""
@@ -500,7 +500,7 @@ class TestArrival:
         one, waiter, barrier = run.task("one"), run.task("waiter"), run.mbarrier("b", 1)
         assert barrier.wait(waiter.now, 1, waiter.known) == []
         (complaint,) = barrier.arrive(one.now, one.release())
-        assert complaint == "phase 0 of b may complete before waiter has seen that it is fresh"
+        assert complaint.startswith("phase 0 of b may complete before waiter has seen that it is fresh")
 
 
 class TestWait:
@@ -511,7 +511,8 @@ class TestWait:
         for _ in range(3):
             barrier.arrive(one.now, one.release())
         assert barrier.phases.passes(0)
-        assert barrier.wait(late.now, 0, late.known) == ["waits for phase 0 of b, but phase 2 is complete already"]
+        (complaint,) = barrier.wait(late.now, 0, late.known)
+        assert complaint.startswith("waits for phase 0 of b, but phase 2 is complete already")
 
     @given(st.integers(1, 6))
     def test_for_each_phase_in_turn_is_right(self, phases: int) -> None:
@@ -640,7 +641,7 @@ class TestNamedBarrier:
         assert list(barrier.come("one", 128, 192, one.release())) == []
         (error,) = barrier.come("other", 128, 192, other.release())
         assert error.kind == "wrong_thread_count"
-        assert str(error) == "256 threads have come to named barrier 1, which takes 192"
+        assert str(error) == "256 threads have come to named barrier 1, which takes 192 here"
 
     @pytest.mark.parametrize("complete", [False, True])
     def test_is_not_to_be_come_to_again_before_its_last_round_is_known_complete(self, complete: bool) -> None:
@@ -652,7 +653,7 @@ class TestNamedBarrier:
             assert list(barrier.come("other", 64, 128, other.release())) == []
         (error,) = barrier.come("one", 64, 128, one.release())
         assert error.kind == "barrier_reuse"
-        assert "again, not knowing that its last round there is complete" in str(error)
+        assert "again without having seen the end of its last round there" in str(error)
 
     def test_teaches_a_waiter_what_its_own_round_knew_though_another_has_passed_since(self) -> None:
         """The waiter may go on before the next round has begun, so it is not ordered after who comes to that."""

@@ -1486,3 +1486,54 @@ class TestRemoteCopies:
     def test_of_another_size_are_refused(self) -> None:
         case = REMOTE.but("mine = tlx.local_alloc((64,)", "mine = tlx.local_alloc((32,)")
         case.but("tl.full((64,), 1", "tl.full((32,), 1").finds("error", "send")
+
+
+class TestRegisters:
+    """setmaxnreg is left out without a word where the sum does not fit; the simulator says so."""
+
+    KERNEL = """
+@triton.jit
+def kernel(out_ptr):
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tl.store(out_ptr, 1.0)
+        with tlx.async_task(num_warps=4, replicate={replicas}, registers={registers}):
+            tl.store(out_ptr + 1 + tlx.async_task_replica_id(), 2.0)
+"""
+
+    @pytest.mark.parametrize(
+        ("replicas", "registers", "fits"),
+        [(2, 240, True), (2, 232, True), (3, 160, True), (3, 168, False), (3, 232, False), (1, 240, True)],
+    )
+    def test_of_all_tasks_together_fit_or_are_found(self, replicas: int, registers: int, fits: bool) -> None:
+        text = self.KERNEL.format(replicas=replicas, registers=registers)
+        machine = simulate(text, [torch.zeros(4)])
+        assert [finding.kind for finding in machine.findings] == ([] if fits else ["out_of_budget"])
+
+
+class TestArrivalsOfSomeThreads:
+    """One thread of each warp may arrive for all: fewer arrivals on the barrier, and no barrier among the warps."""
+
+    KERNEL = """
+@triton.jit
+def kernel(out_ptr, FIRST: tl.constexpr):
+    tile = tlx.local_alloc((128,), tl.float32, 1)
+    ready = tlx.alloc_warp_barrier(1, num_warps=4)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.local_store(tile[0], tl.full((128,), 3.0, tl.float32))
+            tlx.barrier_arrive(ready[0], 32, pred=tlx.thread_id(0) % 32 == FIRST)
+        with tlx.async_task(num_warps=4):
+            tlx.barrier_wait(ready[0], 0)
+            tl.store(out_ptr + tl.arange(0, 128), tlx.local_load(tile[0]))
+"""
+
+    def test_count_as_often_as_threads_are_chosen(self) -> None:
+        out = torch.zeros(128)
+        machine = simulate(self.KERNEL, [out], FIRST=0)
+        assert machine.findings == []
+        assert torch.equal(out, torch.full((128,), 3.0))
+
+    def test_of_nobody_are_none(self) -> None:
+        machine = simulate(self.KERNEL, [torch.zeros(128)], FIRST=32)
+        assert "deadlock" in {finding.kind for finding in machine.findings}

@@ -22,9 +22,8 @@ from tlxgen.simulator.blocks import (
     builtin_min,
     builtin_range,
     normalise,
-    numpy_dtype,
 )
-from tlxgen.simulator.dtypes import SCALARS
+from tlxgen.simulator.dtypes import SCALARS, numpy_dtype
 from tlxgen.simulator.language import Language, UnsupportedOperationError
 
 TORCH = {

@@ -11,7 +11,7 @@ import io
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -54,9 +54,37 @@ def compile_kernel(module: ModuleType, args: Sequence[Any], capability: tuple[in
     known = binaries.recall(source, options, target)
     if known is not None:
         return known
-    compiled = triton.compile(source, target=target, options=options.__dict__)
+    with _driver_for(target):
+        compiled = triton.compile(source, target=target, options=options.__dict__)
     binaries.remember(compiled, source, options, target)
     return compiled
+
+
+@dataclass(frozen=True)
+class _TargetOnly:
+    """Stands in for Triton's driver where there is no GPU: some TLX operations ask it what they are compiled for."""
+
+    target: Any
+
+    def get_current_target(self) -> Any:
+        """The only question."""
+        return self.target
+
+
+@contextlib.contextmanager
+def _driver_for(target: Any) -> Iterator[None]:
+    from triton.runtime import driver
+
+    try:
+        driver.active  # noqa: B018 - asking for it makes it
+    except RuntimeError:
+        driver.set_active(_TargetOnly(target))
+        try:
+            yield
+        finally:
+            driver._active = None  # noqa: SLF001 - `reset_active` would look for a GPU
+    else:
+        yield
 
 
 def compile_candidate(source: KernelSource, capability: tuple[int, int]) -> Binary:

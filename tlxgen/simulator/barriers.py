@@ -48,7 +48,8 @@ class Phases:
             BarrierError: more arrivals than the phase takes, which PTX leaves undefined.
         """
         if count > self.pending:
-            raise BarrierError("barrier_reuse", f"{count} arrivals where {self.pending} of {self.count} are pending")
+            message = f"{count} arrivals where {self.pending} of {self.count} are pending in the phase under way"
+            raise BarrierError("barrier_reuse", message)
         self.pending -= count
         return self._complete()
 
@@ -147,12 +148,23 @@ class Mbarrier:
             meant += 1
         complaints = []
         if completed - 1 != meant:
-            complaints.append(f"waits for phase {meant} of {self.name}, but phase {completed - 1} is complete already")
+            ahead = f"phase {completed - 1} is complete already: the wait passes, or hangs, by chance"
+            complaints.append(f"waits for phase {meant} of {self.name}, but {ahead}")
         if completed:
             known.join(self.released)
             known.finished[self.component] = max(known.finished.get(self.component, 0), completed)
         self.waited.append(who)
         return complaints
+
+    def describe(self) -> str:
+        """Its name, and what the phase under way has and lacks."""
+        phases = self.phases
+        missing = phases.missing_bytes
+        lacking = f"{missing} bytes missing" if missing >= 0 else f"{-missing} bytes that were not expected"
+        return (
+            f"{self.name} (allocated in line {self.line}; phase {phases.completed} is under way with "
+            f"{phases.count - phases.pending} of {phases.count} arrivals and {lacking})"
+        )
 
     def _too_early(self, known: Clock) -> list[str]:
         """An arrival for this phase must come after all of the last one's, in every schedule."""
@@ -163,8 +175,9 @@ class Mbarrier:
             unknown.append("the copies")
         if not unknown:
             return []
-        phase, missing = self.phases.completed, _listed(unknown)
-        return [f"arrives on {self.name} for phase {phase}, not knowing that phase {phase - 1} is over ({missing})"]
+        phase, late = self.phases.completed, _listed(unknown)
+        early = f"arrives on {self.name} for phase {phase} without having waited for phase {phase - 1}"
+        return [f"{early}: if {late} came later, the arrival would count for that one"]
 
     def _complete(self) -> list[str]:
         """Turns the phase; complaints if somebody may not have seen the one before it."""
@@ -173,7 +186,8 @@ class Mbarrier:
         complaints = []
         if late:
             seen = f"phase {number - 1}" if number else "that it is fresh"
-            complaints.append(f"phase {number} of {self.name} may complete before {_listed(late)} has seen {seen}")
+            lost = f"phase {number} of {self.name} may complete before {_listed(late)} has seen {seen}"
+            complaints.append(f"{lost}: that wait would hang, or take a later phase for its own")
         self.released, self._releasing = self._releasing, Knowledge()
         self.arrivals_before, self.arrivals, self.waited = self.arrivals, [], []
         self.bytes_before, self.bytes_in_phase = self.bytes_in_phase, 0
@@ -182,7 +196,14 @@ class Mbarrier:
 
 @dataclass
 class NamedBarrier:
-    """A hardware barrier of a CTA: completes when as many threads have come as every user says it takes."""
+    """A hardware barrier of a CTA: completes when as many threads have come as every user says it takes.
+
+    Attributes:
+        number: in the hardware, 0 to 15; -1 is the barrier of a cluster.
+        rounds: that are complete.
+        wanted: threads that the last to come said it takes.
+        partners: roles that ever came, in order.
+    """
 
     component: int
     number: int
@@ -195,13 +216,16 @@ class NamedBarrier:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """As findings call it."""
         return f"named barrier {self.number}" if self.number >= 0 else "the barrier of the cluster"
 
     def come(self, role: str, threads: int, wanted: int, known: Knowledge) -> Iterable[BarrierError]:
         """A task's threads come, to wait or only to arrive; what is wrong with that."""
-        if threads > wanted or wanted % 32:
-            message = f"{threads} threads come to {self.name}, which takes {wanted}"
+        if wanted % 32:
+            message = f"{self.name} takes {wanted} threads here, which are no whole warps of 32"
+            yield BarrierError("wrong_thread_count", message)
+        if threads > wanted:
+            message = f"{threads} threads come to {self.name}, which takes {wanted} here"
             yield BarrierError("wrong_thread_count", message)
         same_round = self.threads or (self.rounds and not known.finished.knows(self.component, self.rounds))
         if same_round and wanted != self.wanted:  # or in the round before, as far as this role can tell
@@ -209,10 +233,10 @@ class NamedBarrier:
             yield BarrierError("wrong_thread_count", message)
         last = self.last_round.get(role)
         if last is not None and not known.finished.knows(self.component, last[0] + 1):
-            message = f"comes to named barrier {self.number} again, not knowing that its last round there is complete"
+            message = f"comes to {self.name} again without having seen the end of its last round there"
             yield BarrierError("barrier_reuse", message)
         elif self.rounds and not known.finished.knows(self.component, self.rounds):
-            message = f"comes to {self.name}, not knowing that the round before is complete: it may count for that one"
+            message = f"comes to {self.name} without having seen the end of the round before: it may count for that one"
             yield BarrierError("barrier_reuse", message)
         self.partners[role] = None
         self.last_round[role] = self.rounds, self._releasing
@@ -220,7 +244,7 @@ class NamedBarrier:
         self.threads += threads
         self._releasing.join(known)
         if self.threads > wanted:
-            message = f"{self.threads} threads have come to named barrier {self.number}, which takes {wanted}"
+            message = f"{self.threads} threads have come to {self.name}, which takes {wanted} here"
             yield BarrierError("wrong_thread_count", message)
         if self.threads >= wanted:
             self.rounds += 1

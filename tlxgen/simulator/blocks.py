@@ -45,29 +45,11 @@ from tlxgen.simulator.dtypes import (
     convert,
     is_pointer,
     number_dtype,
-    numpy_dtype,
     pointed_size,
     quiet,
     round_to_zero,
     unwrap,
 )
-
-__all__ = [
-    "Array",
-    "Block",
-    "Shape",
-    "as_block",
-    "builtin_abs",
-    "builtin_max",
-    "builtin_min",
-    "builtin_range",
-    "maximum",
-    "minimum",
-    "normalise",
-    "number_dtype",
-    "numpy_dtype",
-    "unwrap",
-]
 
 
 class Shape(tuple[int, ...]):

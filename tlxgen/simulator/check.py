@@ -1,15 +1,17 @@
-"""Emitted kernel → is it free of deadlocks and races, and are its numbers right? On the CPU.
+"""Kernel → is it free of deadlocks and races, and are its numbers right? On the CPU.
 
-A kernel is run on small problems that take it through its corners (`Operator.small_cases`), each under several
-schedules: asynchronous copies that finish as early as they may, as late as they can, or at random, and roles that take
-turns at random. The result is held against the operator's reference by the same rule as on a GPU.
+A kernel that tlxgen emits is run on small problems that take it through its corners (`Operator.small_cases`), each
+under several schedules: asynchronous copies that finish as early as they may, as late as they can, or at random, and
+roles that take turns at random. The result is held against the operator's reference by the same rule as on a GPU.
+Any other kernel is run as its own host code launches it.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,16 +34,28 @@ class Schedule:
     policy: Policy
     seed: int
 
+    def machine(self, limits: Limits | None) -> Machine:
+        """A machine on which they happen so."""
+        return Machine(seed=self.seed, policy=self.policy, limits=limits or Limits(), assembly=assembly.meaning)
+
 
 @dataclass(frozen=True)
 class Report:
-    """What a check came to."""
+    """What a check came to.
+
+    Attributes:
+        findings: in the order in which they were made; what several runs share is there once.
+        runs: schedules that were simulated, over all small problems.
+        steps: decisions of the scheduler, over all runs.
+        seconds: that it took.
+        cases: the small problems, and how many programs shared each.
+    """
 
     findings: tuple[Finding, ...]
     runs: int
     steps: int
     seconds: float
-    cases: tuple[str, ...] = field(default=())
+    cases: tuple[str, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -75,33 +89,40 @@ def check(
         timeline: where a Chrome trace of the first run is written.
         stop_early: whether the first run with findings is the last.
 
-    Returns:
-        A report; findings that several runs share are there once.
+    Raises:
+        InvalidProblemError: no small problem makes the same kernel.
     """
-    started = time.perf_counter()
-    program = load(path or source.file_name, source.text)
+    tally = _Tally()
     cases = small_cases(source)
-    found: dict[Any, Finding] = {}
-    runs = steps = 0
+    for machine in _runs(source, cases, path, schedules(count, seed), seed, limits, timeline):
+        tally.add([machine])
+        if stop_early and tally.findings:
+            break
+    return tally.report(tuple(f"{case.problem.label} on {case.num_sms}" for case in cases))
+
+
+def _runs(
+    source: KernelSource,
+    cases: Iterable[Case[Any]],
+    path: Path | None,
+    chosen: Iterable[Schedule],
+    seed: int,
+    limits: Limits | None,
+    timeline: Path | None,
+) -> Iterator[Machine]:
+    """Every small problem under every schedule, one after the other: the machines, after their runs."""
+    program = load(path or source.file_name, source.text)
     for case in cases:
         trial = _Trial(program, source, case, seed)
-        for schedule in schedules(count, seed):
-            machine = _machine(schedule, limits)
-            if timeline is not None and not runs:
+        for schedule in chosen:
+            machine = schedule.machine(limits)
+            if timeline is not None:
                 machine.timeline = Timeline()
             trial.run(machine)
             if timeline is not None and machine.timeline is not None:
                 machine.timeline.write(timeline)
-            runs += 1
-            steps += machine.steps
-            for finding in machine.findings:
-                found.setdefault((finding.kind, finding.place.line, finding.other and finding.other.line), finding)
-            if found and stop_early:
-                break
-        if found and stop_early:
-            break
-    labels = tuple(f"{case.problem.label} on {case.num_sms}" for case in cases)
-    return Report(tuple(found.values()), runs, steps, time.perf_counter() - started, labels)
+                timeline = None  # the first run only
+            yield machine
 
 
 def small_cases(source: KernelSource) -> list[Case[Any]]:
@@ -135,29 +156,52 @@ def check_host(path: Path, entry: str, count: int = 6, seed: int = 0, *, limits:
         limits: of one run.
 
     Raises:
-        InvalidProblemError: the file has no such function.
+        InvalidProblemError: the file has no such function, or the function launches nothing.
     """
-    started = time.perf_counter()
-    found: dict[Any, Finding] = {}
-    steps = 0
+    tally = _Tally()
     for schedule in schedules(count, seed):
-        program = load(path, make_machine=lambda schedule=schedule: _machine(schedule, limits))  # type: ignore[misc]
+        # Loaded anew each time: host code may keep what it has computed.
+        program = load(path, make_machine=functools.partial(schedule.machine, limits))
         function = program.namespace.get(entry)
         if not callable(function):
             names = ", ".join(name for name, value in program.namespace.items() if callable(value) and name[0] != "_")
             raise InvalidProblemError(f"{path} has no function {entry!r}; it has {names or 'none'}")
+        wrong = []
         try:
             function()
         except AssertionError as error:
-            place = Place(entry, function.__code__.co_firstlineno)
-            found.setdefault("wrong", Finding("wrong_result", f"AssertionError: {error}", place))
+            if all(machine.completed for machine in program.machines):  # what was given up has no result
+                place = Place(entry, function.__code__.co_firstlineno)
+                wrong = [Finding("wrong_result", f"{entry} fails with AssertionError: {error}", place)]
         if not program.machines:
             raise InvalidProblemError(f"{entry} of {path} launches no kernel")
-        for machine in program.machines:
-            steps += machine.steps
-            for finding in machine.findings:
-                found.setdefault((finding.kind, finding.place.line, finding.other and finding.other.line), finding)
-    return Report(tuple(found.values()), count, steps, time.perf_counter() - started)
+        tally.add(program.machines, wrong)
+    return tally.report()
+
+
+class _Tally:
+    """What the runs of a check have found so far."""
+
+    def __init__(self) -> None:
+        self.findings: dict[tuple[Any, ...], Finding] = {}
+        self._started = time.perf_counter()
+        self._runs = self._steps = 0
+
+    def add(self, machines: Iterable[Machine], more: Iterable[Finding] = ()) -> None:
+        """Counts a run, of one machine or of several launches; a finding that is known already is left out."""
+        self._runs += 1
+        found: list[Finding] = []
+        for machine in machines:
+            self._steps += machine.steps
+            found += machine.findings
+        for finding in [*found, *more]:
+            lines = finding.place.line, finding.other and finding.other.line
+            self.findings.setdefault((finding.kind, *lines), finding)
+
+    def report(self, cases: tuple[str, ...] = ()) -> Report:
+        """The sum of it."""
+        seconds = time.perf_counter() - self._started
+        return Report(tuple(self.findings.values()), self._runs, self._steps, seconds, cases)
 
 
 class _Trial:
@@ -187,16 +231,6 @@ class _Trial:
             machine.findings.append(Finding("wrong_result", f"{self.case.problem.label}: {reason}", place))
 
 
-def _machine(schedule: Schedule, limits: Limits | None) -> Machine:
-    return Machine(
-        frozenset(),
-        seed=schedule.seed,
-        policy=schedule.policy,
-        limits=limits or Limits(),
-        assembly=assembly.meaning,
-    )
-
-
 def describe(report: Report) -> Iterator[str]:
     """The report in lines for people."""
     for finding in report.findings:
@@ -207,10 +241,9 @@ def describe(report: Report) -> Iterator[str]:
 
 def to_json(report: Report) -> dict[str, Any]:
     """For `--json`."""
-    findings: Sequence[dict[str, Any]] = [finding.to_json() for finding in report.findings]
     return {
         "clean": report.clean,
-        "findings": findings,
+        "findings": [finding.to_json() for finding in report.findings],
         "runs": report.runs,
         "steps": report.steps,
         "seconds": round(report.seconds, 3),

@@ -10,14 +10,14 @@ from tlxgen.simulator.tasks import Task
 
 
 def explain(tasks: Sequence[Task], roles: Mapping[str, Task]) -> list[Finding]:
-    """The deadlock as one finding that names every waiting role, and what is known of its cause."""
+    """The deadlock as one finding that names every waiting role, and further findings where its cause is known."""
     stuck = [task for task in tasks if task.waiting is not None and not task.joining]
     lines = ["nobody can go on"]
     for task in stuck:
         assert task.waiting is not None
         partners = [name for name in task.waiting.partners() if name != task.name]
-        helpers = "nobody has come there yet" if not partners else f"{', '.join(partners)} came there before"
-        lines.append(f"    {task.place}: {task.waiting.what()}; {helpers}")
+        seen = f"{', '.join(partners)} came there before" if partners else "nobody has come there yet"
+        lines.append(f"    {task.place}: {task.waiting.what()}; {seen}")
     circle = _circle(stuck)
     if circle:
         lines.append("    circle: " + " -> ".join([*circle, circle[0]]))
@@ -35,17 +35,18 @@ def _causes(task: Task, roles: Mapping[str, Task]) -> list[Finding]:
     if isinstance(barrier, Mbarrier) and not barrier.phases.pending and barrier.phases.missing_bytes:
         missing = barrier.phases.missing_bytes
         more = "more bytes are expected than come" if missing > 0 else "more bytes come than are expected"
-        what = f"{abs(missing)} {more}"
-        causes.append(Finding("wrong_byte_count", f"{barrier.name}: {what}", task.place))
+        message = f"{barrier.name}: {abs(missing)} {more}, so phase {barrier.phases.completed} never completes"
+        causes.append(Finding("wrong_byte_count", message, task.place))
     if partners and all(partner.ended for partner in partners):
-        names = ", ".join(partner.name for partner in partners)
-        message = f"waits for more rounds than there are: {names} has ended"
+        names = " and ".join(partner.name for partner in partners)
+        ended = f"{names} {'has' if len(partners) == 1 else 'have'} ended"
+        message = f"waits for more rounds than there are: {ended}"
         causes.append(Finding("roles_out_of_step", message, task.place))
     return causes
 
 
 def _circle(stuck: Sequence[Task]) -> list[str]:
-    """Roles each of which waits for the next, if the helpers seen so far make one."""
+    """Roles each of which waits for the next, going by who came to its barrier before; empty if that closes none."""
     waits_for = {
         task.name: [name for name in task.waiting.partners() if name != task.name] for task in stuck if task.waiting
     }

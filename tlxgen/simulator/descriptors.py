@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tlxgen.simulator.blocks import numpy_dtype
+from tlxgen.simulator.dtypes import itemsize, numpy_dtype
 from tlxgen.simulator.global_memory import Storage
+from tlxgen.simulator.tensor_cores import round_to_tf32
 
 if TYPE_CHECKING:
-    from tlxgen.simulator.machine import Machine
+    from tlxgen.simulator.global_operations import GlobalOperations
 
 #: `store_reduce` and the descriptor atomics → what becomes of old and new.
 REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -32,7 +33,7 @@ class Descriptor:
     Loads fill what is outside with zeros (or NaN), stores leave it alone; either way the box counts with all its bytes.
     """
 
-    machine: Machine
+    operations: GlobalOperations
     storage: Storage
     address: int
     shape: tuple[int, ...]
@@ -46,11 +47,6 @@ class Descriptor:
     def name(self) -> str:
         """The tensor's."""
         return self.storage.name
-
-    @property
-    def size(self) -> int:
-        """Bytes of a box."""
-        return int(np.prod(self.block_shape)) * numpy_dtype(self.dtype).itemsize
 
     def inside(self, offsets: Sequence[int]) -> tuple[tuple[slice, ...], tuple[int, ...], tuple[int, ...]]:
         """The part of a box that is inside the tensor: as slices of the box, where it starts, and its shape."""
@@ -80,7 +76,7 @@ class Descriptor:
         for axis, (n, stride) in enumerate(zip(extent, self.strides, strict=True)):
             steps = np.arange(n) * stride
             places = places + steps.reshape((n,) + (1,) * (len(extent) - 1 - axis))
-        return np.asarray(places * numpy_dtype(self.dtype).itemsize // self.storage.element_size)
+        return np.asarray(places * itemsize(self.dtype) // self.storage.element_size)
 
     def read(self, offsets: Sequence[int]) -> np.ndarray:
         """A box."""
@@ -90,7 +86,7 @@ class Descriptor:
         part, start, extent = self.inside(offsets)
         if all(extent):
             box[part] = self.elements(start, extent)
-        return _round_to_tf32(box) if self.round_to_tf32 else box
+        return round_to_tf32(box) if self.round_to_tf32 else box
 
     def write(self, offsets: Sequence[int], box: np.ndarray, reduction: str = "") -> None:
         """Stores a box, or reduces it into what is there."""
@@ -102,24 +98,17 @@ class Descriptor:
 
     def load(self, offsets: Sequence[Any], **_: Any) -> Any:
         """`desc.load`: a box, waited for."""
-        return self.machine.descriptor_load(self, offsets)
+        return self.operations.descriptor_load(self, offsets)
 
     def store(self, offsets: Sequence[Any], value: Any, store_reduce: str = "") -> None:
         """`desc.store`: through a staging tile of the compiler's, waited for until that may be used again."""
-        self.machine.descriptor_store(self, offsets, value, store_reduce)
+        self.operations.descriptor_store(self, offsets, value, store_reduce)
 
     def atomic_add(self, offsets: Sequence[Any], value: Any) -> None:
         """`desc.atomic_add`."""
-        self.machine.descriptor_store(self, offsets, value, "add")
+        self.operations.descriptor_store(self, offsets, value, "add")
 
     def _first(self, start: Sequence[int]) -> int:
         """Number of the element at `start` in the storage."""
-        first = (self.address - self.storage.first) // numpy_dtype(self.dtype).itemsize
+        first = (self.address - self.storage.first) // itemsize(self.dtype)
         return first + sum(x * s for x, s in zip(start, self.strides, strict=True))
-
-
-def _round_to_tf32(box: np.ndarray) -> np.ndarray:
-    """To the nearest number with 10 bits of mantissa, ties to even: so TMA rounds on the way in (shown on an H200)."""
-    bits = box.view(np.uint32)
-    rounded = bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
-    return np.where(np.isfinite(box), (rounded & np.uint32(0xFFFFE000)).view(np.float32), box)

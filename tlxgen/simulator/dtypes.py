@@ -61,6 +61,11 @@ def numpy_dtype(dtype: tl.dtype) -> np.dtype[Any]:
     return _numpy_dtype(dtype.name)
 
 
+def itemsize(dtype: tl.dtype) -> int:
+    """Bytes of an element in memory; an `int1` takes one, a pointer eight."""
+    return _numpy_dtype(dtype.name).itemsize
+
+
 @functools.cache
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     if is_pointer(name):

@@ -8,32 +8,32 @@ from typing import Any
 #: Kind of finding → one line of remedy.
 REMEDIES = {
     "deadlock": "give every wait its arrivals: check phases, arrive counts, expected bytes, and that roles loop alike",
-    "data_race": "order the two accesses: a barrier that the first arrives on when it is done and the second waits for",
-    "unwritten_shared": "wait for the copy that fills this buffer, or write it first",
-    "early_release": "wait for the operation that still reads (async_dot_wait, async_descriptor_store_wait) first",
-    "early_accumulator": "read the result of async_dot only through the async_dot_wait that retires it",
-    "missing_fence": 'put tlx.fence("async_shared") between local_store and the TMA store',
+    "data_race": "order the two: a barrier that the first role arrives on after its access, and the second waits for",
+    "unwritten_shared": "wait for the barrier of the copy that fills this buffer, or write it first",
+    "early_release": "wait first for what still reads the buffer: async_dot_wait, async_descriptor_store_wait",
+    "early_accumulator": "read only what the wait gives back: acc = tlx.async_dot_wait(0, acc)",
+    "missing_fence": 'put tlx.fence("async_shared") between local_store and the TMA operation that reads the buffer',
     "wrong_byte_count": "expect exactly the bytes of all boxes that signal this barrier in one phase",
     "wrong_thread_count": "give all waits and arrivals of a named barrier the sum of their tasks' threads",
     "barrier_reuse": "arrive again only after a wait that proves the phase before complete and seen",
-    "unfinished_at_exit": "wait for the operation before the role ends",
-    "out_of_budget": "fewer stages or smaller tiles; a multiprocessor gives one CTA 232448 bytes and barriers 0 to 15",
+    "unfinished_at_exit": "end the role with the wait: async_dot_wait, async_descriptor_store_wait, cluster_barrier",
+    "out_of_budget": "take less: a CTA has 232448 bytes and named barriers 0 to 15, a task 24 to 240 registers",
     "roles_out_of_step": "let every role walk the same tiles and K steps",
     "out_of_bounds": "mask the access, or clamp the index",
     "capture": "create the tensor inside the task: tasks share scalars, descriptors and buffers only",
-    "unknown_instruction": "register what the assembly means: tlxgen.simulator.assembly.register",
-    "launch": "correct the launch",
+    "unknown_instruction": "say what the assembly computes, beside the kernel: tlxgen.simulator.assembly.register",
+    "launch": "correct the argument or launch option that the message names",
     "assume": "the compiler builds on what tl.assume says: correct the assumption or the caller",
-    "device_assert": "the kernel's own assertion failed",
-    "error": "the kernel cannot run as written",
+    "device_assert": "the kernel's own assertion failed: correct what it checks, or the condition",
+    "error": "correct the line: the kernel cannot go on from there",
     "wrong_result": "compare offsets, masks and K ranges with the reference",
-    "limit": "a loop may never end; raise the limit if the problem is large",
+    "limit": "check the condition of the loop: it may never end; a large problem may need higher limits",
 }
 
 
 @dataclass(frozen=True)
 class Place:
-    """A line of the kernel's file, and the role that was there."""
+    """A line of the kernel's file, and the role that was there; line 0 is none of them."""
 
     role: str
     line: int
@@ -44,7 +44,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Finding:
-    """One defect: what, where, and where the other side of it is."""
+    """One defect.
+
+    Attributes:
+        kind: one of `REMEDIES`.
+        message: what is wrong, by the source's own names.
+        place: where it shows.
+        other: where the other side of it is: the earlier access of a race, for example.
+    """
 
     kind: str
     message: str

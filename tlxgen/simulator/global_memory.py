@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from tlxgen.simulator.accesses import Access
-from tlxgen.simulator.blocks import numpy_dtype
-from tlxgen.simulator.clocks import Clock
+from tlxgen.simulator.clocks import Clock, Knowledge
+from tlxgen.simulator.dtypes import itemsize, numpy_dtype
 
 
 class Storage:
@@ -41,8 +41,9 @@ class GlobalMemory:
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
-        self._starts: list[int] = []
         self.log: list[Access] = []
+        self._starts: list[int] = []
+        self._released: dict[int, Knowledge] = {}  # by atomics: address → what whoever comes there next acquires
         self._groups: list[tuple[int, ...]] = [()]  # numbers in the log; what a storage's elements refer to
         self._group_numbers: dict[tuple[int, ...], int] = {(): 0}
 
@@ -90,6 +91,24 @@ class GlobalMemory:
         if (meant & ~inside).any():
             yield None, meant & ~inside
 
+    def describe(self, address: int) -> str:
+        """An address outside of all storages, in terms of the nearest."""
+        if not self.storages:
+            return f"address {address:#x}, and no tensor was given"
+        nearest = min(self.storages, key=lambda storage: max(storage.first - address, address - storage.last))
+        if address < nearest.first:
+            return f"{nearest.first - address} bytes before the start of {nearest.name}"
+        if address < nearest.last:
+            return f"{nearest.last - address} bytes before the end of {nearest.name}, which are no whole element"
+        return f"{address - nearest.last} bytes past the end of {nearest.name}"
+
+    def synchronise(self, addresses: np.ndarray, known: Knowledge) -> None:
+        """An atomic acquires what earlier ones on the same addresses have released, and releases what is known now."""
+        for address in np.unique(addresses).tolist():
+            released = self._released.setdefault(address, Knowledge())
+            known.join(released)
+            released.join(known)
+
     def note(self, storage: Storage, where: Any, access: Access, known: Clock) -> Iterator[Access]:
         """Records an access to elements; earlier ones that conflict and are not known to be finished."""
         groups = _distinct(storage.writers[where])
@@ -134,7 +153,7 @@ def _distinct(groups: np.ndarray) -> list[int]:
 
 def gather(storage: Storage, addresses: np.ndarray, dtype: Any, lanes: Any) -> tuple[np.ndarray, np.ndarray]:
     """Values at addresses of one storage, and the places of its elements; lanes that are out get its first element."""
-    size = numpy_dtype(dtype).itemsize
+    size = itemsize(dtype)
     offsets = addresses - storage.first
     if lanes is not ...:
         offsets = np.where(lanes, offsets, 0)
@@ -144,7 +163,7 @@ def gather(storage: Storage, addresses: np.ndarray, dtype: Any, lanes: Any) -> t
 
 def scatter(storage: Storage, addresses: np.ndarray, values: np.ndarray, dtype: Any, lanes: Any) -> np.ndarray:
     """Writes values to addresses of one storage; the places of its elements."""
-    size = numpy_dtype(dtype).itemsize
+    size = itemsize(dtype)
     if lanes is not ...:
         addresses, values = addresses[lanes], np.broadcast_to(values, lanes.shape)[lanes]
     offsets = addresses - storage.first
@@ -161,7 +180,7 @@ def combine(
     operation: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Read-modify-write, one lane after the other as atomics do; the old values, and the places."""
-    size = numpy_dtype(dtype).itemsize
+    size = itemsize(dtype)
     typed = storage.typed(dtype)
     meant = np.ones(addresses.shape, np.bool_) if lanes is ... else lanes
     old = np.zeros(addresses.shape, typed.dtype)

@@ -11,16 +11,16 @@ import triton.language as tl
 from triton.language.core import constexpr
 
 from tlxgen.errors import TlxgenError
-from tlxgen.simulator import mathematics, reductions, shapes
-from tlxgen.simulator.blocks import Block, as_block, builtin_range, maximum, minimum, unwrap
-from tlxgen.simulator.dtypes import Array, convert, numpy_dtype, quiet
+from tlxgen.simulator import mathematics, reductions, shapes, tensor_cores
+from tlxgen.simulator.blocks import Block, as_block, builtin_range, maximum, minimum
+from tlxgen.simulator.dtypes import Array, convert, numpy_dtype, quiet, unwrap
 
 
 class UnsupportedOperationError(TlxgenError, AttributeError):
     """A name of Triton that the simulator has no meaning for."""
 
 
-class Machine(Protocol):
+class Runtime(Protocol):
     """What the language asks of whoever runs the kernel."""
 
     def program_id(self, axis: int, /) -> int:
@@ -120,7 +120,8 @@ _MATHEMATICS: dict[str, Callable[..., Any]] = {
 
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     **_MATHEMATICS,
-    **{name: getattr(mathematics, name) for name in ("cdiv", "sigmoid", "softmax", "clamp", "where", "dot")},
+    **{name: getattr(mathematics, name) for name in ("cdiv", "sigmoid", "softmax", "clamp", "where")},
+    "dot": tensor_cores.dot,
     "maximum": maximum,
     "minimum": minimum,
     "add": lambda x, y, sanitize_overflow=True: as_block(x) + y,  # noqa: ARG005 (Triton's keyword)
@@ -205,11 +206,11 @@ def _extra() -> Namespace:
 
 
 class Language(Namespace):
-    """The namespace `tl` of kernels that run on a machine."""
+    """The namespace `tl` of the kernels that a runtime runs."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         super().__init__("tl", _PURE)
-        self._machine = machine
+        self._runtime = runtime
         self.math = Namespace("tl.math", {name: unwrapping(function) for name, function in _MATHEMATICS.items()})
         self.extra = _extra()
         for name, operation in _ATOMICS.items():
@@ -217,14 +218,14 @@ class Language(Namespace):
 
     def program_id(self, axis: Any) -> Block:
         """`tl.program_id`."""
-        return Block(np.int32(self._machine.program_id(int(unwrap(axis)))), tl.int32)  # type: ignore[arg-type]
+        return Block(np.int32(self._runtime.program_id(int(unwrap(axis)))), tl.int32)  # type: ignore[arg-type]
 
     def num_programs(self, axis: Any) -> Block:
         """`tl.num_programs`."""
-        return Block(np.int32(self._machine.num_programs(int(unwrap(axis)))), tl.int32)  # type: ignore[arg-type]
+        return Block(np.int32(self._runtime.num_programs(int(unwrap(axis)))), tl.int32)  # type: ignore[arg-type]
 
     def load(self, pointer: Block, mask: Any = None, other: Any = None, **_hints: Any) -> Block:
-        """`tl.load` through pointers; without `other`, lanes that are masked out hold what the machine gives."""
+        """`tl.load` through pointers; without `other`, lanes that are masked out hold what the runtime gives."""
         element = _element(pointer, "load")
         mask, other = unwrap(mask), unwrap(other)
         if mask is None:
@@ -239,7 +240,7 @@ class Language(Namespace):
 
     def _loaded(self, addresses: Array, mask: Array | None, element: tl.dtype) -> Block:
         stored = _stored(element)
-        values = self._machine.global_load(addresses, stored, mask)
+        values = self._runtime.global_load(addresses, stored, mask)
         return Block(np.asarray(values)[()], stored).to(element)
 
     def store(self, pointer: Block, value: Any, mask: Any = None, **_hints: Any) -> None:
@@ -247,7 +248,7 @@ class Language(Namespace):
         stored = _stored(_element(pointer, "store", writes=True))
         values = as_block(value).to(stored).data
         addresses, values, active = _lanes("store", pointer, values, unwrap(mask))
-        self._machine.global_store(addresses, values, stored, active)
+        self._runtime.global_store(addresses, values, stored, active)
 
     def _atomic(
         self, operation: Callable[[Any, Any], Any], pointer: Block, val: Any, mask: Any = None, **_semantics: Any
@@ -256,7 +257,7 @@ class Language(Namespace):
         element = _element(pointer, "atomic", writes=True)
         values = as_block(val).to(element).data
         addresses, values, active = _lanes("atomic", pointer, values, unwrap(mask))
-        old = self._machine.global_atomic(addresses, values, element, active, operation)
+        old = self._runtime.global_atomic(addresses, values, element, active, operation)
         return Block(np.asarray(old)[()], element)
 
     def atomic_cas(self, pointer: Block, cmp: Any, val: Any, **_semantics: Any) -> Block:
@@ -268,7 +269,7 @@ class Language(Namespace):
         for lane in np.ndindex(addresses.shape):
             swap = functools.partial(_swap_if_equal, expected[lane])
             place, value = np.asarray(addresses[lane]), np.asarray(values[lane])
-            old[lane] = self._machine.global_atomic(place, value, element, None, swap)
+            old[lane] = self._runtime.global_atomic(place, value, element, None, swap)
         return Block(old[()], element)
 
     def make_tensor_descriptor(
@@ -276,16 +277,16 @@ class Language(Namespace):
     ) -> Any:
         """`tl.make_tensor_descriptor`."""
         sizes, steps, tile = ([int(unwrap(v)) for v in unwrap(values)] for values in (shape, strides, block_shape))
-        return self._machine.make_descriptor(base, sizes, steps, tile, unwrap(padding_option))
+        return self._runtime.make_descriptor(base, sizes, steps, tile, unwrap(padding_option))
 
     def debug_barrier(self) -> None:
         """`tl.debug_barrier`."""
-        self._machine.block_barrier()
+        self._runtime.block_barrier()
 
     def assume(self, condition: Any) -> None:
         """`tl.assume`: what is assumed and false makes the compiled kernel wrong."""
         if not np.all(as_block(condition).data):
-            self._machine.fail("assume", "the condition of an assume is false")
+            self._runtime.fail("assume", "the condition of tl.assume is false for these arguments")
 
     def device_assert(self, condition: Any, msg: Any = "", mask: Any = None) -> None:
         """`tl.device_assert`."""
@@ -293,7 +294,7 @@ class Language(Namespace):
         if unwrap(mask) is not None:
             holds = holds | ~as_block(mask).to(tl.int1)
         if not np.all(holds.data):
-            self._machine.fail("device_assert", str(unwrap(msg)) or "the condition of a device_assert is false")
+            self._runtime.fail("device_assert", str(unwrap(msg)) or "the condition of tl.device_assert is false")
 
     def inline_asm_elementwise(  # the register constraints and `pack` say how, not what
         self,
@@ -304,13 +305,16 @@ class Language(Namespace):
         is_pure: Any = True,  # noqa: ARG002
         pack: Any = 1,  # noqa: ARG002
     ) -> Any:
-        """`tl.inline_asm_elementwise`, for assembly that the machine knows; otherwise zeros, and a finding."""
+        """`tl.inline_asm_elementwise`, for assembly that the runtime knows; otherwise zeros, and a finding."""
         text, dtypes = unwrap(asm), unwrap(dtype)
         operands = np.broadcast_arrays(*(as_block(arg).data for arg in args)) if args else []
         wanted = [unwrap(each) for each in dtypes] if isinstance(dtypes, (tuple, list, tl.tuple)) else [dtypes]
-        meaning = self._machine.asm_meaning(text)
+        meaning = self._runtime.asm_meaning(text)
         if meaning is None:
-            self._machine.fail("unknown_instruction", f"the simulator does not know the assembly {text!r}")
+            self._runtime.fail(
+                "unknown_instruction",
+                f"nobody has said what this assembly computes, so it gives zeros: {text!r}",
+            )
             shape = operands[0].shape if operands else ()
             results: Any = [np.zeros(shape) for _ in wanted]
         else:

@@ -3,29 +3,32 @@
 One thread of control at a time (a greenlet each), which may change at every operation on shared state. What is found
 does not depend on the turns taken, as far as it comes from the clocks; several schedules are run all the same, since
 results and deadlocks are seen in one schedule only.
+
+A machine runs one launch, in the thread that calls `run`; machines in several threads know nothing of each other.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import CodeType
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import greenlet
 import numpy as np
 
-from tlxgen.simulator import global_memory
+from tlxgen.simulator import exit_checks
 from tlxgen.simulator.accesses import Access
 from tlxgen.simulator.barriers import BarrierError, Mbarrier, NamedBarrier
-from tlxgen.simulator.blocks import Block, numpy_dtype
-from tlxgen.simulator.clocks import IN_FLIGHT, Knowledge
-from tlxgen.simulator.descriptors import Descriptor
+from tlxgen.simulator.clocks import Knowledge
+from tlxgen.simulator.deadlock import explain
 from tlxgen.simulator.findings import Finding, Place
-from tlxgen.simulator.global_memory import GlobalMemory, Storage
+from tlxgen.simulator.global_memory import GlobalMemory
 from tlxgen.simulator.shared_memory import Tile
 from tlxgen.simulator.tasks import Cluster, Cta, Queue, Task, Wait
 from tlxgen.simulator.timeline import Timeline
@@ -36,7 +39,6 @@ POLICIES: tuple[Policy, ...] = ("early", "random", "late")
 
 _SWITCH = 0.5  # chance that a task is interrupted at an operation
 _LATEST = 200  # steps in a row that late copies let others go on
-_LOCKSTEP_LANES = 64  # atomics on more lanes than these add up data; they synchronise nobody
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,13 @@ class StopSimulationError(Exception):
     """Ends a run from within a task; what is to be said has been said."""
 
 
+class Completion(NamedTuple):
+    """The end of an asynchronous operation, and the place that started it."""
+
+    finish: Callable[[], None]
+    place: Place
+
+
 @dataclass
 class Machine:
     """One launch: grid, memory, tasks, and what was found.
@@ -58,9 +67,11 @@ class Machine:
     Attributes:
         files: of the kernel's code; findings point into these.
         resident: CTAs that run at the same time; the others start as these end.
+        timeline: what happened when, if that is wanted.
+        assembly: what a piece of inline assembly computes on arrays, None if that is not known.
     """
 
-    files: frozenset[str]
+    files: frozenset[str] = frozenset()
     seed: int = 0
     policy: Policy = "random"
     limits: Limits = field(default_factory=Limits)
@@ -74,69 +85,79 @@ class Machine:
     grid: tuple[int, int, int] = (1, 1, 1)
 
     def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)  # noqa: S311 - a schedule, not a secret
-        self.tasks: list[Task] = []
-        self.completions: list[Callable[[], None]] = []
         self.task: Task = None  # type: ignore[assignment] # set while a task runs
+        self._random = random.Random(self.seed)  # noqa: S311 - a schedule, not a secret
+        self._tasks: list[Task] = []  # that have not ended
+        self._roles: dict[str, Task] = {}  # every task that there ever was
+        self._ctas: list[Cta] = []
+        self._completions: list[Completion] = []
         self._components = itertools.count()
-        self._hub: Any = None
-        self._last_copy = 0  # step at which a copy finished
-        self._said: set[tuple[Any, ...]] = set()
-        self._atomics: dict[int, Knowledge] = {}
-        self._roles: dict[str, Task] = {}
+        self._hub: Any = None  # the greenlet of the scheduler
+        self._last_completion = 0  # its step
+        self._reported: set[tuple[Any, ...]] = set()
 
     # ---- running
 
     def run(
         self, body: Callable[[], None], grid: tuple[int, int, int], *, cluster_size: int = 1, num_warps: int = 4
     ) -> None:
-        """Runs `body` once for every program of the grid; what was found is in `findings`."""
-        self.grid = grid
+        """Runs `body` once for every program of the grid; what was found is in `findings`.
+
+        Raises:
+            RuntimeError: the machine has run before.
+        """
+        if self._hub is not None:
+            raise RuntimeError("a machine runs one launch: make another one for the next")
         self._hub = greenlet.getcurrent()
-        programs = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
+        self.grid = grid
         if grid[0] % cluster_size:
-            message = f"a grid of {grid[0]} programs is no multiple of the cluster's {cluster_size} CTAs"
-            self.findings.append(Finding("launch", message, Place("launch", 0)))
+            self.refuse_launch(f"a grid of {grid[0]} programs is no multiple of the cluster's {cluster_size} CTAs")
             return
-        groups = [programs[i : i + cluster_size] for i in range(0, len(programs), cluster_size)]
-        waiting = iter(list(enumerate(groups)))
-        running: list[Cluster] = []
-        deadline = time.monotonic() + self.limits.seconds
         try:
-            while True:
-                running = [cluster for cluster in running if not all(cta.farewell for cta in cluster.ctas)]
-                for number, group in itertools.islice(waiting, max(0, self.resident // cluster_size - len(running))):
-                    running.append(self._start(number, group, body, num_warps))
-                if not running:
-                    self.completed = True
-                    break
-                self._step(deadline)
+            with np.errstate(all="ignore"):
+                self._run_clusters(_clusters(grid, cluster_size), body, num_warps)
+            self.completed = True
         except StopSimulationError:
             pass
         finally:
-            for task in self.tasks:
-                if task.greenlet:
+            for task in self._tasks:
+                if task.greenlet:  # is under way
                     task.greenlet.throw(greenlet.GreenletExit)
-        self._check_visits()
+        exit_checks.check_remote_accesses(self, self._ctas)
 
-    def _start(self, number: int, group: Sequence[tuple[int, int, int]], body: Any, num_warps: int) -> Cluster:
+    def _run_clusters(
+        self, clusters: Sequence[Sequence[tuple[int, int, int]]], body: Callable[[], None], num_warps: int
+    ) -> None:
+        """Starts clusters as there is room for them, until all have ended."""
+        deadline = time.monotonic() + self.limits.seconds
+        waiting = iter(clusters)
+        running: list[Cluster] = []
+        while True:
+            running = [cluster for cluster in running if not all(cta.known_at_end for cta in cluster.ctas)]
+            room = max(0, self.resident // len(clusters[0]) - len(running)) if clusters else 0
+            running += [self._start(programs, body, num_warps) for programs in itertools.islice(waiting, room)]
+            if not running:
+                return
+            self._step(deadline)
+
+    def _start(self, programs: Sequence[tuple[int, int, int]], body: Callable[[], None], num_warps: int) -> Cluster:
         cluster = Cluster()
-        for rank, program in enumerate(group):
-            cta = Cta(number * len(group) + rank, program, rank, cluster)
+        for rank, program in enumerate(programs):
+            cta = Cta(len(self._ctas), program, rank, cluster)
             cluster.ctas.append(cta)
+            self._ctas.append(cta)
             name = "kernel" if self.grid == (1, 1, 1) else f"cta {cta.number}"
             self.add_task(cta, name, num_warps * 32, body, Knowledge())
         return cluster
 
     def add_task(self, cta: Cta, name: str, threads: int, body: Callable[[], None], known: Knowledge) -> Task:
         """A task that will run `body`; it starts with what its parent knows."""
-        component, *queues = (next(self._components) for _ in range(4))
-        names = ("wgmma", "TMA store", "cp.async")
-        dots, stores, copies = (Queue(c, n) for c, n in zip(queues, names, strict=True))
+        component = self.new_component()
+        dots, stores, copies = (Queue(self.new_component(), what) for what in ("wgmma", "TMA store", "cp.async"))
         task = Task(name, cta, threads, component, dots, stores, copies, known)
         task.greenlet = greenlet.greenlet(lambda: self._run_task(task, body), self._hub)
         cta.tasks.append(task)
-        self.tasks.append(task)
+        self._tasks.append(task)
         self._roles[name] = task
         return task
 
@@ -144,34 +165,42 @@ class Machine:
         try:
             with np.errstate(all="ignore"):
                 body()
+                self._end_task(task)
         except StopSimulationError:
             raise
-        except BarrierError as error:
-            self.fail(error.kind, str(error))
-            raise StopSimulationError from None
         except Exception as error:  # noqa: BLE001 - whatever a kernel does wrong is a finding
-            task.line = self._line_of(error) or task.line
-            self.fail("out_of_bounds" if isinstance(error, IndexError) else "error", f"{type(error).__name__}: {error}")
-            raise StopSimulationError from None
-        self._end_task(task)
+            lines = self._lines_of(error)
+            task.line = lines[0] if lines else task.line
+            self._give_up(error, task.place, lines[1:])
+
+    def _end_task(self, task: Task) -> None:
+        task.ended = True
+        exit_checks.check_task(self, task)
+        for queue in (task.dots, task.stores, task.copies):
+            queue.finish(queue.issued)
+        self._tasks.remove(task)
+        cta = task.cta
+        if all(other.ended for other in cta.tasks):
+            exit_checks.check_cta(self, cta)
+            cta.known_at_end = Knowledge()
+            for other in cta.tasks:
+                cta.known_at_end.join(other.known)
 
     def _step(self, deadline: float) -> None:
         """One decision of the scheduler: a task goes on, or a copy finishes."""
         self.steps += 1
         if self.steps > self.limits.steps or (self.steps % 256 == 0 and time.monotonic() > deadline):
-            some = next((task for task in self.tasks if not task.ended), None)
-            place = some.place if some else Place("kernel", 0)
-            self.findings.append(Finding("limit", f"given up after {self.steps} steps", place))
+            message = f"given up after {self.steps} steps: this role, for one, has not ended"
+            self.fail("limit", message, self._tasks[0].place)
             raise StopSimulationError
-        ready = [task for task in self.tasks if task.waiting is None or task.waiting.ready()]
-        if self.completions and (not ready or self._finishes_now()):
-            self._finish_copy()
+        ready = [task for task in self._tasks if task.waiting is None or task.waiting.ready()]
+        if self._completions and (not ready or self._finishes_now()):
+            self._complete(self._completions.pop(int(self._random.random() * len(self._completions))))
         elif ready:
-            self._resume(ready[int(self.random.random() * len(ready))])
+            self._resume(ready[int(self._random.random() * len(ready))])
         else:
-            from tlxgen.simulator.deadlock import explain
-
-            self.findings += explain(self.tasks, self._roles)
+            for finding in explain(self._tasks, self._roles):
+                self.fail(finding.kind, finding.message, finding.place)
             raise StopSimulationError
 
     def _resume(self, task: Task) -> None:
@@ -182,20 +211,21 @@ class Machine:
     def _finishes_now(self) -> bool:
         """Whether a copy finishes though tasks could go on; in the end it does, however long somebody spins."""
         if self.policy == "late":
-            return self.steps - self._last_copy > _LATEST
-        return self.policy == "early" or self._coin()
+            return self.steps - self._last_completion > _LATEST
+        return self.policy == "early" or self._random.random() < _SWITCH
 
-    def _finish_copy(self) -> None:
-        self._last_copy = self.steps
-        copy = self.completions.pop(int(self.random.random() * len(self.completions)))
+    def complete_later(self, finish: Callable[[], None], place: Place) -> None:
+        """`finish` is called at some later time, as the policy has it: an asynchronous operation ends."""
+        self._completions.append(Completion(finish, place))
+
+    def _complete(self, completion: Completion) -> None:
+        self._last_completion = self.steps
         try:
-            copy()
-        except (IndexError, ValueError) as error:
-            self.findings.append(Finding("error", f"{type(error).__name__}: {error}", Place("copy", 0)))
-            raise StopSimulationError from None
-
-    def _coin(self) -> bool:
-        return self.random.random() < _SWITCH
+            completion.finish()
+        except StopSimulationError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong in a copy is a finding too
+            self._give_up(error, completion.place)
 
     def pause(self, what: str = "", *, always: bool = False) -> None:
         """An operation that others can see begins: somebody else may come first."""
@@ -203,7 +233,7 @@ class Machine:
         task.line = self.line()
         if self.timeline is not None:
             self.timeline.operation(task, what, self.steps)
-        if always or self.random.random() < _SWITCH:
+        if always or self._random.random() < _SWITCH:
             self._hub.switch()
 
     def block(self, wait: Wait) -> None:
@@ -225,48 +255,91 @@ class Machine:
             frame = frame.f_back  # type: ignore[assignment]
         return frame.f_lineno if frame is not None else self.task.line
 
-    def _line_of(self, error: BaseException) -> int:
-        line, traceback = 0, error.__traceback__
-        while traceback is not None:
-            if traceback.tb_frame.f_code.co_filename in self.files:
-                line = traceback.tb_lineno
-            traceback = traceback.tb_next
-        return line
+    def new_component(self) -> int:
+        """A component of the clocks."""
+        return next(self._components)
 
     # ---- findings
 
     def fail(self, kind: str, message: str, place: Place | None = None, other: Place | None = None) -> None:
-        """Records a finding, once for each pair of places."""
+        """Records a finding, once for each pair of places; by default at the running task's line."""
         if place is None:
-            self.task.line = self.line() or self.task.line
+            self.task.line = self.line()
             place = self.task.place
         key = (kind, place, other, message if other is None else "")
-        if key not in self._said:
-            self._said.add(key)
-            self.findings.append(Finding(kind, message, place, other))
+        if key in self._reported:
+            return
+        self._reported.add(key)
+        lines = self._lines_here()
+        callers = lines[1:] if lines[:1] == [place.line] else ()
+        self.findings.append(Finding(kind, message + _called_from(callers), place, other))
 
-    def complain(self, kind: str, messages: Sequence[str], place: Place | None = None) -> None:
-        """Records several."""
+    def refuse_launch(self, message: str) -> None:
+        """Records that a launch cannot be made."""
+        self.fail("launch", message, Place("launch", 0))
+
+    def _complain(self, kind: str, messages: Iterable[str], place: Place) -> None:
         for message in messages:
             self.fail(kind, message, place)
+
+    def _give_up(self, error: Exception, place: Place, callers: Sequence[int] = ()) -> NoReturn:
+        """An exception becomes a finding, and ends the run."""
+        if isinstance(error, BarrierError):
+            kind, message = error.kind, str(error)
+        else:
+            kind = "out_of_bounds" if isinstance(error, IndexError) else "error"
+            message = f"{type(error).__name__}: {error}"
+        self.fail(kind, message + _called_from(callers), place)
+        raise StopSimulationError from None
+
+    def _lines_here(self) -> list[int]:
+        """Lines of the kernel's file that are being run, that of a helper before that of its call."""
+        calls, frame = [], inspect.currentframe()
+        while frame is not None:
+            calls.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        return self._lines(calls)
+
+    def _lines_of(self, error: BaseException) -> list[int]:
+        """Lines of the kernel's file that an exception has come through, likewise."""
+        calls, traceback = [], error.__traceback__
+        while traceback is not None:
+            calls.append((traceback.tb_frame.f_code, traceback.tb_lineno))
+            traceback = traceback.tb_next
+        return self._lines(reversed(calls))
+
+    def _lines(self, calls: Iterable[tuple[CodeType, int]]) -> list[int]:
+        lines, inside = [], False
+        for code, line in calls:
+            if code.co_filename in self.files:
+                if not inside:
+                    lines.append(line)
+                inside = code.co_name.startswith("<")  # a comprehension or lambda is no call that anybody wrote
+        return lines
 
     # ---- shared memory
 
     def touch(self, tile: Tile, access: Access, known: Knowledge, *, poison: bool = False) -> None:
         """An access to shared memory: whether something unordered, or nobody at all, was there before."""
         for old in tile.conflicts(access, known):
-            kind = "early_release" if not old.write and not old.generic else "data_race"
-            why = "is still under way" if old.in_flight or not old.generic else "is not ordered before it"
-            self.fail(kind, f"{access.what} of {tile.name}, while {old} {why}", access.place, old.place)
+            if not old.write and not old.generic:
+                kind, why = "early_release", f"{old} may still read it"
+            elif old.in_flight or not old.generic:
+                kind, why = "data_race", f"{old} may still be under way"
+            else:
+                kind, why = "data_race", f"nothing orders {old} before it"
+            self.fail(kind, f"{access.what} of {tile.name}, while {why}", access.place, old.place)
         if not access.write and not tile.written.all():
-            self.fail("unwritten_shared", f"{access.what} of {tile.name}, which nobody has written", access.place)
+            which = "parts of which nobody has written" if tile.written.any() else "which nobody has written"
+            self.fail("unwritten_shared", f"{access.what} of {tile.name}, {which}", access.place)
         if poison:
             tile.poison()
 
     def require_fence(self, tile: Tile, what: str) -> None:
         """Ordinary writes must have passed a fence before TMA reads them."""
         for old in tile.unfenced(self.task.known):
-            self.fail("missing_fence", f"{what} of {tile.name}: {old} has passed no fence", None, old.place)
+            message = f"{what} of {tile.name}: no fence has shown it {old}, so it may read what was there before"
+            self.fail("missing_fence", message, None, old.place)
 
     # ---- mbarriers
 
@@ -274,45 +347,40 @@ class Machine:
         """An arrival of the running task."""
         task = self.task
         who, known = task.now, task.release()
+        in_flight, before = barrier.in_flight, barrier.phases.completed
         try:
-            in_flight = barrier.in_flight
-            before = barrier.phases.completed
-            self.complain("barrier_reuse", barrier.arrive(who, known, count, expect))
-            task.known.finished.join(known.finished)
-            self._check_bytes(barrier, before, in_flight, task.place)
+            complaints = barrier.arrive(who, known, count, expect)
         except BarrierError as error:
-            self.fail(error.kind, f"{barrier.name}: {error}")
-            raise StopSimulationError from None
+            raise BarrierError(error.kind, f"arrives on {barrier.name}: {error}") from None
+        self._complain("barrier_reuse", complaints, task.place)
+        task.known.finished.join(known.finished)
+        self._check_bytes(barrier, before, in_flight, task.place)
 
     def deliver(self, barrier: Mbarrier, size: int, issuer: Knowledge, place: Place) -> None:
         """Bytes of a copy arrive on a barrier."""
         barrier.in_flight -= 1
         before = barrier.phases.completed
-        self.complain("barrier_reuse", barrier.deliver(size, issuer, place.role), place)
+        self._complain("barrier_reuse", barrier.deliver(size, issuer, place.role), place)
         self._check_bytes(barrier, before, barrier.in_flight, place)
 
     def _check_bytes(self, barrier: Mbarrier, before: int, in_flight: int, place: Place) -> None:
         if barrier.phases.completed > before and in_flight:
-            message = f"phase {before} of {barrier.name} is complete while {in_flight} of its copies are under way"
+            copies = "a copy that signals it is" if in_flight == 1 else f"{in_flight} copies that signal it are"
+            message = f"phase {before} of {barrier.name} is complete while {copies} under way"
             self.fail("wrong_byte_count", f"{message}: fewer bytes are expected than come", place)
 
     def wait(self, barrier: Mbarrier, parity: int) -> None:
         """The running task waits for a phase."""
         task = self.task
-        phases = barrier.phases
         self.block(
             Wait(
-                lambda: phases.passes(parity),
-                lambda: (
-                    f"waits for phase {parity} of {barrier.name} (allocated in line {barrier.line}; phase "
-                    f"{phases.completed} is under way with {phases.count - phases.pending} of {phases.count} arrivals "
-                    f"and {phases.missing_bytes} bytes missing)"
-                ),
+                lambda: barrier.phases.passes(parity),
+                lambda: f"waits for phase {parity} of {barrier.describe()}",
                 lambda: tuple(barrier.partners),
                 barrier,
             )
         )
-        self.complain("barrier_reuse", barrier.wait(task.now, parity, task.known))
+        self._complain("barrier_reuse", barrier.wait(task.now, parity, task.known), task.place)
 
     # ---- named barriers
 
@@ -321,11 +389,10 @@ class Machine:
         task = self.task
         barrier = task.cta.named.get(number)
         if barrier is None:
-            barrier = task.cta.named[number] = NamedBarrier(next(self._components), number)
-        self.meet(barrier, threads, wanted, wait=wait)
+            barrier = task.cta.named[number] = NamedBarrier(self.new_component(), number)
+        self._meet(barrier, threads, wanted, wait=wait)
 
-    def meet(self, barrier: NamedBarrier, threads: int, wanted: int, *, wait: bool) -> None:
-        """Comes to a barrier of threads; `come` and the barrier of a cluster share this."""
+    def _meet(self, barrier: NamedBarrier, threads: int, wanted: int, *, wait: bool) -> None:
         task = self.task
         number = barrier.rounds
         for error in barrier.come(task.name, threads, wanted, task.release()):
@@ -345,199 +412,21 @@ class Machine:
         """All threads of all CTAs of the cluster meet."""
         cluster = self.task.cta.cluster
         if cluster.barrier is None:
-            cluster.barrier = NamedBarrier(next(self._components), -1)
+            cluster.barrier = NamedBarrier(self.new_component(), -1)
         cta = self.task.cta
         cta.at_barrier += self.task.threads
         complete = cta.at_barrier >= cta.live_threads
         if complete:
             cta.at_barrier = 0
-        self.meet(cluster.barrier, 32 * complete, 32 * len(cluster.ctas), wait=True)  # a CTA counts as a warp
+        self._meet(cluster.barrier, 32 * complete, 32 * len(cluster.ctas), wait=True)  # a CTA counts as a warp
 
-    def new_component(self) -> int:
-        """A component of the clocks."""
-        return next(self._components)
 
-    # ---- global memory: what `tlxgen.simulator.language` calls
+def _clusters(grid: tuple[int, int, int], size: int) -> list[list[tuple[int, int, int]]]:
+    """The programs of a grid, in groups of neighbours along its first axis."""
+    programs = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
+    return [programs[i : i + size] for i in range(0, len(programs), size)]
 
-    def program_id(self, axis: int) -> int:
-        """Place of the running program in the grid."""
-        return self.task.cta.program[axis]
 
-    def num_programs(self, axis: int) -> int:
-        """Size of the grid."""
-        return self.grid[axis]
-
-    def global_load(self, addresses: np.ndarray, element: Any, mask: np.ndarray | None) -> np.ndarray:
-        """Values at byte addresses; lanes that are masked out hold anything."""
-        self.pause("load")
-        addresses = np.asarray(addresses)
-        result = np.zeros(addresses.shape, numpy_dtype(element))
-        for storage, lanes in self.memory.split(addresses, numpy_dtype(element).itemsize, mask):
-            if storage is None:
-                self.fail("out_of_bounds", "load from addresses that belong to no argument")
-                continue
-            values, places = global_memory.gather(storage, addresses, element, lanes)
-            self.note_elements(storage, places if lanes is ... else places[lanes], self._access("load", write=False))
-            if lanes is ...:
-                result = values
-            else:
-                result[lanes] = values[lanes]
-        return result
-
-    def global_store(self, addresses: np.ndarray, values: np.ndarray, element: Any, mask: np.ndarray | None) -> None:
-        """Writes values to byte addresses."""
-        self.pause("store")
-        addresses = np.asarray(addresses)
-        for storage, lanes in self.memory.split(addresses, numpy_dtype(element).itemsize, mask):
-            if storage is None:
-                self.fail("out_of_bounds", "store to addresses that belong to no argument")
-                continue
-            places = global_memory.scatter(storage, addresses, values, element, lanes)
-            self.note_elements(storage, places, self._access("store", write=True))
-
-    def global_atomic(
-        self,
-        addresses: np.ndarray,
-        values: np.ndarray,
-        element: Any,
-        mask: np.ndarray | None,
-        operation: Callable[[np.ndarray, np.ndarray], np.ndarray],
-    ) -> np.ndarray:
-        """Read-modify-write; the old values. Acquires and releases, so other CTAs may be waited for."""
-        self.pause("atomic", always=True)
-        task = self.task
-        addresses = np.asarray(addresses)
-        result = np.zeros(addresses.shape, numpy_dtype(element))
-        for storage, lanes in self.memory.split(addresses, numpy_dtype(element).itemsize, mask):
-            if storage is None:
-                self.fail("out_of_bounds", "atomic on addresses that belong to no argument")
-                continue
-            if addresses.size <= _LOCKSTEP_LANES:
-                meant = addresses if lanes is ... else addresses[lanes]
-                for address in np.unique(meant).tolist():
-                    clock = self._atomics.setdefault(address, Knowledge())
-                    task.known.join(clock)
-                    clock.join(task.known)
-            old, places = global_memory.combine(storage, addresses, values, element, lanes, operation)
-            access = self._access("atomic", write=True)
-            access.atomic = True
-            self.note_elements(storage, places, access)
-            result = old if lanes is ... else np.where(lanes, old, result)
-        task.release()
-        return result
-
-    def _access(self, what: str, *, write: bool) -> Access:
-        self.task.line = self.line()
-        return self.task.access(what, write=write)
-
-    def note_elements(self, storage: Storage, places: Any, access: Access, known: Knowledge | None = None) -> None:
-        """Records what touches elements of global memory."""
-        known = known or self.task.known
-        for old in self.memory.note(storage, places, access, known.finished):
-            message = f"{access.what} of {storage.name}, while {old} is not ordered before it"
-            self.fail("data_race", message, access.place, old.place)
-
-    def make_descriptor(
-        self, base: Block, shape: Sequence[int], strides: Sequence[int], block_shape: Sequence[int], padding: str
-    ) -> Descriptor:
-        """A descriptor that the kernel makes itself."""
-        address = int(base.data)
-        storage = self.memory.at(address)
-        if storage is None:
-            raise IndexError("make_tensor_descriptor: the base belongs to no argument")
-        self._check_descriptor(storage, address, shape, strides, block_shape, base.dtype.element_ty)
-        return Descriptor(
-            self, storage, address, tuple(shape), tuple(strides), list(block_shape), base.dtype.element_ty, padding
-        )
-
-    def _check_descriptor(
-        self, storage: Storage, address: int, shape: Any, strides: Any, block_shape: Any, dtype: Any
-    ) -> None:
-        size = numpy_dtype(dtype).itemsize
-        if address % 16 or any(s * size % 16 for s in strides[:-1]) or strides[-1] != 1 or min(shape) <= 0:
-            message = f"descriptor of {storage.name}: TMA wants a base and strides of whole 16 bytes, rows without gaps"
-            self.fail("launch", f"{message}, and sizes above 0; got strides {list(strides)}, shape {list(shape)}")
-        if max(block_shape) > 256 or block_shape[-1] * size < 16:
-            message = f"descriptor of {storage.name}: boxes have sides of at most 256 and rows of at least 16 bytes"
-            self.fail("launch", f"{message}, got {list(block_shape)}")
-
-    def descriptor_load(self, descriptor: Descriptor, offsets: Sequence[Any]) -> Block:
-        """`desc.load`."""
-        self.pause("desc.load")
-        where = [int(o) for o in offsets]
-        access = self._access("TMA load", write=False)
-        self.note_box(descriptor, where, access, self.task.known)
-        return Block(descriptor.read(where), descriptor.dtype)
-
-    def descriptor_store(self, descriptor: Descriptor, offsets: Sequence[Any], value: Any, reduction: str) -> None:
-        """`desc.store`: the task goes on when the staging tile has been read; the write itself ends with the kernel."""
-        self.pause("desc.store")
-        where = [int(o) for o in offsets]
-        access = self._access("TMA store", write=True)
-        access.index, access.generic, access.atomic = IN_FLIGHT, False, bool(reduction)
-        self.note_box(descriptor, where, access, self.task.known)
-        descriptor.write(where, value.to(descriptor.dtype).data, reduction)
-
-    def note_box(self, descriptor: Descriptor, offsets: Sequence[int], access: Access, known: Knowledge) -> None:
-        """Records what a box touches in global memory."""
-        _, start, extent = descriptor.inside(offsets)
-        if all(extent):
-            self.note_elements(descriptor.storage, descriptor.places(start, extent), access, known)
-
-    def block_barrier(self) -> None:
-        """`tl.debug_barrier`: threads of one task move as one here."""
-
-    def asm_meaning(self, text: str) -> Callable[..., Any] | None:
-        """What a piece of inline assembly computes."""
-        return self.assembly(text)
-
-    # ---- ends
-
-    def _end_task(self, task: Task) -> None:
-        """A role is done: nothing of it may be under way."""
-        task.ended = True
-        self.task = task
-        for queue, issued in ((task.dots, task.dots.issued), (task.stores, task.stores.issued)):
-            if queue.waited < issued:
-                message = f"{issued - queue.waited} {queue.name} group(s) were never waited for"
-                self.fail("unfinished_at_exit", message, queue.place or task.place)
-        if task.copies.waited < task.copies.issued or task.uncommitted:
-            message = "cp.async copies were never waited for: they may write to memory that has another use by then"
-            self.fail("unfinished_at_exit", message, task.copies.place or task.place)
-        for queue in (task.dots, task.stores, task.copies):
-            while queue.work:
-                queue.finish_one()
-        self.tasks.remove(task)
-        if all(other.ended for other in task.cta.tasks):
-            self._end_cta(task.cta)
-
-    def _end_cta(self, cta: Cta) -> None:
-        place = cta.tasks[0].place
-        if cta.in_flight:
-            message = f"{cta.in_flight} copies into its shared memory are under way at the end of the CTA"
-            self.fail("unfinished_at_exit", message, place)
-        for barrier in itertools.chain.from_iterable(cta.barriers):
-            here = Place(place.role, barrier.line)
-            phases = barrier.phases
-            if phases.missing_bytes and not barrier.in_flight:
-                message = f"{barrier.name} still expects {phases.missing_bytes} bytes in phase {phases.completed}"
-                self.fail("wrong_byte_count", f"{message} at the end", here)
-            if barrier.bytes_before and not barrier.waited:
-                message = f"phase {phases.completed - 1} of {barrier.name} brought bytes that nobody waited for"
-                self.fail("roles_out_of_step", message, here)
-        cta.farewell = Knowledge()
-        for task in cta.tasks:
-            cta.farewell.join(task.known)
-
-    def _check_visits(self) -> None:
-        """Nothing may come from another CTA once a CTA has ended and its shared memory is somebody else's."""
-        seen: set[int] = set()
-        for task in self._roles.values():
-            cta = task.cta
-            if id(cta) in seen or cta.farewell is None:
-                continue
-            seen.add(id(cta))
-            for access, what in cta.visits:
-                if not access.finished(cta.farewell.finished):
-                    message = f"{what} may reach CTA {cta.number} after it has ended: end with tlx.cluster_barrier()"
-                    self.fail("unfinished_at_exit", message, access.place)
+def _called_from(lines: Sequence[int]) -> str:
+    distinct = dict.fromkeys(lines)  # a recursion has the same ones many times
+    return f" (called from line {', from line '.join(map(str, distinct))})" if distinct else ""

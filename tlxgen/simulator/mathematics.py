@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 (Triton's keywords, among them hints that change no value)
-"""Elementwise functions and matrix products, as the GPU computes them up to the last bits of a transcendental."""
+"""Elementwise functions, as the GPU computes them up to the last bits of a transcendental."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from tlxgen.simulator.blocks import Block, as_block, maximum, minimum, unwrap, widened
-from tlxgen.simulator.dtypes import Array, common_dtype, convert, numpy_dtype, quiet
+from tlxgen.simulator.blocks import Block, as_block, maximum, minimum, widened
+from tlxgen.simulator.dtypes import common_dtype, convert, numpy_dtype, quiet, unwrap
 from tlxgen.simulator.reductions import reduce_max, reduce_sum
 
 
@@ -196,68 +196,3 @@ def umulhi(x: Any, y: Any) -> Block:
     a, b = (np.asarray(block.to(dtype).data.view(f"u{bits // 8}")).astype(object) for block in (x, y))
     upper = np.asarray((a * b) >> bits).astype(f"u{bits // 8}")
     return Block(upper.view(numpy_dtype(dtype))[()], dtype)
-
-
-def truncate_to_tf32(data: Array) -> Array:
-    """What tensor cores read of a float32: the low 13 bits of the mantissa are ignored."""
-    truncated: Array = (data.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-    return truncated
-
-
-def _factor(block: Block, precise: bool) -> Array:
-    """An operand of a matrix product in a dtype that BLAS multiplies, and that holds it exactly."""
-    if block.dtype.is_int():
-        return block.data.astype(np.float64)  # products and sums of 8-bit integers are exact
-    if block.dtype.is_fp64():
-        return block.data
-    data = convert(block.data, block.dtype, tl.float32)
-    return truncate_to_tf32(data) if block.dtype.is_fp32() and not precise else data
-
-
-def _product_dtype(a: Block, b: Block, out_dtype: tl.dtype) -> tl.dtype:
-    if a.dtype.is_int() != b.dtype.is_int() or (a.dtype != b.dtype and not (a.dtype.is_fp8() and b.dtype.is_fp8())):
-        raise TypeError(f"dot: the operands have the dtypes {a.dtype} and {b.dtype}")
-    if a.dtype.is_int():
-        if not a.dtype.is_int8():
-            raise TypeError(f"dot multiplies integers of the dtype int8 only, not {a.dtype}")
-        return tl.int32
-    if out_dtype.is_bf16():
-        raise TypeError("dot: out_dtype is float32 or float16, not bfloat16")
-    if a.dtype.is_fp64():
-        return tl.float64
-    return tl.float32 if a.dtype.is_fp32() or a.dtype.is_bf16() else out_dtype
-
-
-@quiet  # type: ignore[untyped-decorator]
-def _multiplied(a: Block, b: Block, acc: Block | None, dtype: tl.dtype, precise: bool) -> Array:
-    product = np.matmul(_factor(a, precise), _factor(b, precise))
-    if dtype.is_int():
-        product = product.astype(np.int32)
-    if acc is not None:
-        product += acc.data
-    rounded: Array = product.astype(numpy_dtype(dtype), copy=False)
-    return rounded
-
-
-def dot(
-    x: Block,
-    other: Block,
-    acc: Any = None,
-    input_precision: Any = None,
-    allow_tf32: Any = None,
-    max_num_imprecise_acc: Any = None,
-    out_dtype: Any = tl.float32,
-    **hints: Any,
-) -> Block:
-    """`tl.dot`: sums in float32, in an order of numpy's choice; float32 operands count as tf32 unless told not to."""
-    acc, precision = unwrap(acc), unwrap(input_precision)
-    a_shape, b_shape = list(x.data.shape), list(other.data.shape)
-    if not len(a_shape) == len(b_shape) >= 2 or a_shape[:-2] != b_shape[:-2] or a_shape[-1] != b_shape[-2]:
-        raise ValueError(f"dot: the shapes {a_shape} and {b_shape} do not fit")
-    if acc is not None and list(acc.data.shape) != [*a_shape[:-1], b_shape[-1]]:
-        raise ValueError(f"dot: the accumulator's shape is {list(acc.data.shape)}, not {[*a_shape[:-1], b_shape[-1]]}")
-    dtype = _product_dtype(x, other, unwrap(out_dtype))
-    if acc is not None and acc.dtype != dtype:
-        raise TypeError(f"dot: the accumulator's dtype is {acc.dtype}, not {dtype}")
-    precise = unwrap(allow_tf32) is False if precision is None else precision.lower() != "tf32"
-    return Block(_multiplied(x, other, acc, dtype, precise), dtype)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from triton.language.extra import tlx
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tlxgen.errors import InvalidProblemError
 from tlxgen.simulator import transform as transformed
-from tlxgen.simulator.blocks import Block, builtin_abs, builtin_max, builtin_min, builtin_range, normalise, unwrap
+from tlxgen.simulator.blocks import Block, builtin_abs, builtin_max, builtin_min, builtin_range, normalise
 from tlxgen.simulator.descriptors import Descriptor
-from tlxgen.simulator.findings import Finding, Place
+from tlxgen.simulator.dtypes import unwrap
+from tlxgen.simulator.global_memory import GlobalMemory
+from tlxgen.simulator.global_operations import GlobalOperations
 from tlxgen.simulator.language import Language
 from tlxgen.simulator.machine import Machine
 from tlxgen.simulator.tlx_namespace import Tlx
@@ -67,7 +71,7 @@ class Kernel:
         return self.function(*args, **kwargs)
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        """`kernel[grid](...)`, as host code writes it: runs on the machine that `Program.machines` makes next."""
+        """`kernel[grid](...)`, as host code writes it: runs on a machine that `Program.make_machine` gives."""
 
         def launch(*args: Any, **kwargs: Any) -> None:
             constants = inspect.signature(self.function).bind(*args, **_own(kwargs, self.function)[0]).arguments
@@ -87,23 +91,22 @@ class Kernel:
             args: CPU tensors, host descriptors over them, numbers.
             kwargs: likewise by name, and launch options (`num_warps`, `ctas_per_cga`, ...).
         """
+        operations = GlobalOperations(machine)
         own, options = _own(kwargs, self.function)
         bound = inspect.signature(self.function).bind(*args, **own)
         bound.apply_defaults()
         arguments = {
-            name: unwrap(value) if name in self.constants else _argument(machine, name, value)
+            name: unwrap(value) if name in self.constants else _argument(operations, machine.memory, name, value)
             for name, value in bound.arguments.items()
         }
-        cluster = (options.get("ctas_per_cga") or (1,))[0]
+        cluster = int((options.get("ctas_per_cga") or (1,))[0])
         warps = int(options.get("num_warps") or 4)
         if not 1 <= warps <= 32 or warps & (warps - 1):
-            machine.findings.append(
-                Finding("launch", f"num_warps is a power of two up to 32, not {warps}", Place("launch", 0))
-            )
+            machine.refuse_launch(f"num_warps is a power of two up to 32, not {warps}")
             return
-        self.program.bind(machine)
         x, y, z = (*map(int, grid), 1, 1)[:3]
-        machine.run(lambda: self.function(**arguments), (x, y, z), cluster_size=int(cluster), num_warps=warps)
+        with self.program.bound_to(machine, operations):
+            machine.run(lambda: self.function(**arguments), (x, y, z), cluster_size=cluster, num_warps=warps)
 
 
 @dataclass
@@ -119,12 +122,15 @@ class Program:
     namespace: dict[str, Any]
     make_machine: Callable[[], Machine]
     machines: list[Machine] = field(default_factory=list)
-    files: set[str] = field(default_factory=set)
     skipped: list[str] = field(default_factory=list)  #: statements that failed
-    _namespaces: list[dict[str, Any]] = field(default_factory=list)
-    _imported: dict[int, Kernel] = field(default_factory=dict)
+    _namespaces: list[dict[str, Any]] = field(default_factory=list)  # its own, and those of imported helpers
+    _imported: dict[int, Kernel] = field(default_factory=dict)  # by the identity of the function
+    _bound: bool = False
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self.namespace:
+            failed = f": a statement at its top fails, {self.skipped[0]}" if self.skipped else ""
+            raise InvalidProblemError(f"{self.path} defines no {name!r}{failed}")
         return self.namespace[name]
 
     @property
@@ -132,31 +138,51 @@ class Program:
         """All of them, in the file's order."""
         return [value for value in self.namespace.values() if isinstance(value, Kernel)]
 
-    def bind(self, machine: Machine) -> None:
-        """Lets the kernels' `tl` and `tlx` mean this machine."""
-        machine.files = frozenset(self.files)
-        language, operations = Language(machine), Tlx(machine)
-        for namespace in self._namespaces:
-            namespace[transformed.STEP] = lambda: machine.pause("loop", always=True)
-            for name, value in list(namespace.items()):
-                namespace[name] = self._meaning(value, language, operations)
+    @contextlib.contextmanager
+    def bound_to(self, machine: Machine, operations: GlobalOperations) -> Iterator[None]:
+        """While this lasts, the kernels' `tl`, `tlx` and the like mean this machine; afterwards what they meant before.
 
-    def adopt(self, namespace: dict[str, Any], path: str) -> None:
+        So a program runs on one machine at a time.
+
+        Raises:
+            RuntimeError: it runs on another one now.
+        """
+        if self._bound:
+            raise RuntimeError(f"{self.path} runs on another machine now: load it once more for a second one")
+        self._bound = True
+        machine.files = frozenset({self.path})
+        language, tlx_namespace = Language(operations), Tlx(machine)
+        step = functools.partial(machine.pause, "loop", always=True)
+        replaced: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for namespace in self._namespaces:  # which grow in number where one kernel imports another
+                for name, value in list(namespace.items()):
+                    meaning = step if name == transformed.STEP else self._meaning(value, language, tlx_namespace)
+                    if meaning is not value:
+                        replaced.append((namespace, name, value))
+                        namespace[name] = meaning
+            yield
+        finally:
+            for namespace, name, value in replaced:
+                namespace[name] = value
+            self._bound = False
+
+    def adopt(self, namespace: dict[str, Any]) -> None:
         """Makes a namespace of kernels one of this program's."""
-        self.files.add(path)
         namespace |= {
             transformed.NORMALISE: normalise,
+            transformed.STEP: None,  # until a machine is bound
             transformed.KERNEL: lambda constants: lambda function: Kernel(function, tuple(constants.split()), self),
             **{transformed.BUILTINS[name]: function for name, function in _BUILTINS.items()},
         }
         self._namespaces.append(namespace)
 
-    def _meaning(self, value: Any, language: Language, operations: Tlx) -> Any:
+    def _meaning(self, value: Any, language: Language, tlx_namespace: Tlx) -> Any:
         """What a name in a kernel's file stands for on the machine."""
-        if value is tl or isinstance(value, Language):
+        if value is tl:
             return language
-        if value is tlx or isinstance(value, Tlx):
-            return operations
+        if value is tlx:
+            return tlx_namespace
         if isinstance(value, tl.constexpr):
             return value.value
         if isinstance(value, JITFunction):
@@ -166,7 +192,7 @@ class Program:
         return value
 
     def _import(self, function: JITFunction) -> Kernel:
-        """A kernel's helper from another module."""
+        """A kernel's helper from another module. Findings in it point to the line of this program that calls it."""
         if id(function) not in self._imported:
             module, path = inspect.getmodule(function.fn), inspect.getsourcefile(function.fn)
             assert module is not None
@@ -176,7 +202,7 @@ class Program:
             ast.increment_lineno(tree, first - 1)
             used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
             namespace = {name: value for name, value in module.__dict__.items() if name in used}
-            self.adopt(namespace, path)
+            self.adopt(namespace)
             exec(compile(tree, path, "exec"), namespace)  # noqa: S102 - the kernel's own code
             self._imported[id(function)] = namespace[function.fn.__name__]
         return self._imported[id(function)]
@@ -200,8 +226,8 @@ def load(path: Path | str, text: str | None = None, make_machine: Callable[[], M
     path = str(path)
     tree = transformed.transform(Path(path).read_text(encoding="utf-8") if text is None else text, path)
     namespace: dict[str, Any] = {"__name__": "tlxgen_simulated", "__file__": path}
-    program = Program(path, namespace, make_machine or (lambda: Machine(frozenset())))
-    program.adopt(namespace, path)
+    program = Program(path, namespace, make_machine or Machine)
+    program.adopt(namespace)
     for statement in tree.body:
         code = compile(ast.Module([statement], []), path, "exec")
         try:
@@ -218,34 +244,41 @@ def _own(kwargs: Mapping[str, Any], function: Callable[..., Any]) -> tuple[dict[
     return own, {name: value for name, value in kwargs.items() if name not in names}
 
 
-def _argument(machine: Machine, name: str, value: Any) -> Any:
+def _argument(operations: GlobalOperations, memory: GlobalMemory, name: str, value: Any) -> Any:
     """What a kernel receives for what the host gave."""
     if isinstance(value, TensorDescriptor):
-        return _descriptor(machine, name, value)
+        return _descriptor(operations, memory, name, value)
     if hasattr(value, "data_ptr"):
         _require_cpu(name, value)
-        machine.memory.register(value, name)
-        element = _TORCH_DTYPES[str(value.dtype).removeprefix("torch.")]
-        return Block(np.asarray(value.data_ptr(), np.int64), tl.pointer_type(element))
+        memory.register(value, name)
+        return Block(np.asarray(value.data_ptr(), np.int64), tl.pointer_type(_dtype(name, value)))
     if isinstance(value, tuple | list):
-        return tuple(_argument(machine, f"{name}[{i}]", one) for i, one in enumerate(value))
+        return tuple(_argument(operations, memory, f"{name}[{i}]", one) for i, one in enumerate(value))
     return normalise(unwrap(value))
 
 
-def _descriptor(machine: Machine, name: str, host: Any) -> Descriptor:
+def _descriptor(operations: GlobalOperations, memory: GlobalMemory, name: str, host: Any) -> Descriptor:
     _require_cpu(name, host.base)
-    storage = machine.memory.register(host.base, name)
+    storage = memory.register(host.base, name)
     return Descriptor(
-        machine,
+        operations,
         storage,
         host.base.data_ptr(),
         tuple(int(n) for n in host.shape),
         tuple(int(n) for n in host.strides),
         [int(n) for n in host.block_shape],
-        _TORCH_DTYPES[str(host.base.dtype).removeprefix("torch.")],
+        _dtype(name, host.base),
         host.padding,
         host.round_f32_to_tf32,
     )
+
+
+def _dtype(name: str, tensor: Any) -> tl.dtype:
+    """The Triton dtype of a tensor's elements."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _TORCH_DTYPES:
+        raise TypeError(f"{name} is a tensor of {dtype}, which Triton does not have")
+    return _TORCH_DTYPES[dtype]
 
 
 def _require_cpu(name: str, tensor: Any) -> None:

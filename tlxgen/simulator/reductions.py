@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from tlxgen.simulator.blocks import Block, as_block, normalise, unwrap, widened
-from tlxgen.simulator.dtypes import Array, numpy_dtype, quiet
+from tlxgen.simulator.blocks import Block, as_block, normalise, widened
+from tlxgen.simulator.dtypes import Array, numpy_dtype, quiet, unwrap
 
 _ADD = quiet(np.add.reduce)
 _MAXIMUM, _MINIMUM = quiet(np.fmax.reduce), quiet(np.fmin.reduce)

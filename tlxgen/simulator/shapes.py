@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from tlxgen.simulator.blocks import Block, as_block, minimum, unwrap
-from tlxgen.simulator.dtypes import constant, numpy_dtype
+from tlxgen.simulator.blocks import Block, as_block, minimum
+from tlxgen.simulator.dtypes import constant, numpy_dtype, unwrap
 
 
 def arange(start: Any, end: Any) -> Block:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from tlxgen.simulator.accesses import Access
-from tlxgen.simulator.blocks import numpy_dtype
 from tlxgen.simulator.clocks import Knowledge
+from tlxgen.simulator.dtypes import itemsize, numpy_dtype
 
-#: Bytes that sm_90 gives to one CTA, and what the compiler keeps for itself beside barriers.
+#: Bytes that sm_90 gives to one CTA.
 CTA_BYTES = 232_448
 
 _POISON = 0xFF
@@ -31,7 +31,6 @@ class Allocation:
 
     number: int
     name: str
-    line: int
     size: int
     bytes: np.ndarray = field(init=False)
     written: np.ndarray = field(init=False)
@@ -70,8 +69,8 @@ class Tile:
         return self.array.shape
 
     @property
-    def size(self) -> int:
-        """Bytes."""
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
         return int(self.array.nbytes)
 
     def __getitem__(self, index: Any) -> Any:
@@ -88,10 +87,10 @@ class Tile:
             ValueError: the tile is not contiguous, or the new view has another number of bytes.
         """
         element = numpy_dtype(dtype)
-        if math.prod(shape) * element.itemsize != self.size:
-            raise ValueError(f"{self.name}: {self.size} bytes cannot become {tuple(shape)} of {dtype}")
+        if math.prod(shape) * element.itemsize != self.nbytes:
+            raise ValueError(f"{self.name}: {self.nbytes} bytes cannot become {tuple(shape)} of {dtype}")
         if not self.array.flags.c_contiguous:
-            raise ValueError(f"{self.name} is not contiguous, so it cannot be reinterpreted")
+            raise ValueError(f"{self.name}: a view that is not contiguous cannot be reinterpreted")
         return self.view(np.ndarray(tuple(shape), element, self.allocation.bytes, self.first), dtype)
 
     def peer(self, allocation: Allocation, cta: Any) -> Tile:
@@ -163,19 +162,9 @@ class Buffers:
         self.allocation = allocation
         self.dtype = dtype
         self.shape = list(shape)
-        self.cta = cta
-        element = numpy_dtype(dtype)
-        size = math.prod(shape) * element.itemsize
-        self.tiles = [
-            Tile(
-                allocation,
-                np.ndarray(tuple(shape), element, allocation.bytes, i * size),
-                dtype,
-                f"{allocation.name}[{i}]",
-                cta,
-            )
-            for i in range(num)
-        ]
+        size = math.prod(shape) * itemsize(dtype)
+        arrays = [np.ndarray(tuple(shape), numpy_dtype(dtype), allocation.bytes, i * size) for i in range(num)]
+        self.tiles = [Tile(allocation, a, dtype, f"{allocation.name}[{i}]", cta) for i, a in enumerate(arrays)]
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -183,10 +172,11 @@ class Buffers:
     def __getitem__(self, index: Any) -> Tile:
         number = int(index)
         if not 0 <= number < len(self.tiles):
-            raise IndexError(f"{self.allocation.name} has {len(self.tiles)} buffers, and no [{number}]")
+            name = self.allocation.name
+            raise IndexError(f"{name} has {len(self.tiles)} buffers, there is no {name}[{number}]")
         return self.tiles[number]
 
 
 def padded(size: int) -> int:
-    """Bytes that an allocation takes of the CTA's budget."""
+    """Bytes that an allocation takes of the CTA's budget: large ones are aligned as swizzled tiles are."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT if size >= _ALIGNMENT else size

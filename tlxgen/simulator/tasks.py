@@ -21,9 +21,9 @@ class Queue:
 
     component: int
     name: str
-    issued: int = 0
+    issued: int = 0  #: groups
     done: int = 0  #: groups that the hardware has finished, known to nobody before a wait
-    waited: int = 0
+    waited: int = 0  #: groups that the task knows to be finished
     work: list[Callable[[], None]] = field(default_factory=list)  #: of the groups that are not done
     place: Place | None = None  #: of the last operation
 
@@ -39,10 +39,14 @@ class Queue:
         self.done += 1
         self.work.pop(0)()
 
+    def finish(self, number: int) -> None:
+        """The hardware finishes all groups up to this one, as far as no wait has made it do so before."""
+        while self.done < number:
+            self.finish_one()
+
     def wait(self, pending: int, known: Knowledge) -> None:
         """Until at most `pending` groups are under way; the task knows the others to be finished."""
-        while self.issued - self.done > pending:
-            self.finish_one()
+        self.finish(self.issued - pending)
         self.waited = max(self.waited, self.issued - pending)
         known.finished[self.component] = max(known.finished.get(self.component, 0), self.waited)
 
@@ -65,7 +69,15 @@ class Wait:
 
 @dataclass
 class Task:
-    """One role: the code of one `async_task`, or the kernel around it. All its threads move as one."""
+    """One role: the code of one `async_task`, or the kernel around it. All its threads move as one.
+
+    Attributes:
+        component, epoch: what it does now is known to be finished by whoever knows the component at the epoch.
+        dots, stores, copies: what it has under way, of wgmma, of TMA stores and of cp.async.
+        known: what it knows to be finished.
+        replica: its number among those of one `async_task(replicate=...)`.
+        line: where it was last seen.
+    """
 
     name: str
     cta: Cta
@@ -82,7 +94,7 @@ class Task:
     line: int = 0
     ended: bool = False
     joining: bool = False  #: a kernel whose tasks run; it does nothing until they have ended
-    uncommitted: list[Callable[[], None]] = field(default_factory=list)
+    uncommitted: list[Callable[[], None]] = field(default_factory=list)  #: cp.async copies that no group has yet
     uncommitted_accesses: list[Access] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -124,9 +136,9 @@ class Cta:
     tasks: list[Task] = field(default_factory=list)
     shared_bytes: int = 0
     in_flight: int = 0  #: copies that will write to its shared memory
-    visits: list[tuple[Access, str]] = field(default_factory=list)  #: of other CTAs to its shared memory
-    farewell: Knowledge | None = None  #: what its tasks knew at its end
-    partitions: int = 0
+    remote_accesses: list[tuple[Access, str]] = field(default_factory=list)  #: to its memory, by other CTAs
+    known_at_end: Knowledge | None = None  #: what its tasks knew when the last of them ended
+    partitions: int = 0  #: of its warps beside the default one, for which the compiler uses named barriers
     at_barrier: int = 0  #: threads that have come to the cluster's barrier
 
     @property

@@ -9,7 +9,8 @@ from typing import Any
 from triton.language.extra import tlx as real_tlx
 
 from tlxgen.simulator.barriers import Mbarrier, Phases
-from tlxgen.simulator.blocks import Block, numpy_dtype, unwrap
+from tlxgen.simulator.blocks import Block
+from tlxgen.simulator.dtypes import itemsize, unwrap
 from tlxgen.simulator.language import UnsupportedOperationError
 from tlxgen.simulator.machine import Machine
 from tlxgen.simulator.shared_memory import CTA_BYTES, Allocation, Buffers, Tile, padded
@@ -31,7 +32,7 @@ class Barriers(Sequence[Mbarrier]):
     def __getitem__(self, index: Any) -> Any:
         number = int(index)
         if not 0 <= number < len(self._barriers):
-            raise IndexError(f"{self._name} has {len(self._barriers)} barriers, and no [{number}]")
+            raise IndexError(f"{self._name} has {len(self._barriers)} barriers, there is no {self._name}[{number}]")
         return self._barriers[number]
 
 
@@ -69,10 +70,10 @@ class AllocationOperations:
             raise UnsupportedOperationError(f"tlx.local_alloc in {storage}: Hopper has shared memory only")
         sides = [self.constant(n, "a side of a buffer") for n in shape]
         if any(n & (n - 1) or n <= 0 for n in sides):
-            self._machine.fail("error", f"local_alloc: sides must be powers of two, got {sides}")
+            self._machine.fail("error", f"local_alloc of {name}: sides must be powers of two, got {sides}")
         count = self.constant(num, "the number of buffers")
         dtype = unwrap(dtype)
-        allocation = self._allocate(math.prod(sides) * numpy_dtype(dtype).itemsize * count, name, reuse)
+        allocation = self._allocate(math.prod(sides) * itemsize(dtype) * count, name, reuse)
         return Buffers(allocation, sides, dtype, count, self._machine.task.cta)
 
     def storage_alias_spec(self, storage: Any = None, buffer_size_bytes: Any = None) -> StorageAlias:
@@ -147,7 +148,7 @@ class AllocationOperations:
         ctas = m.task.cta.cluster.ctas
         if not 0 <= rank < len(ctas):
             raise IndexError(f"there is no CTA {rank} in a cluster of {len(ctas)}")
-        m.block(Wait(lambda: ready(ctas[rank]), lambda: f"waits for CTA {rank} to start"))
+        m.block(Wait(lambda: ready(ctas[rank]), lambda: f"waits for CTA {rank} to make the same allocations"))
         return ctas[rank]
 
     def _allocate(self, size: int, name: str, reuse: Any) -> Allocation:
@@ -159,7 +160,7 @@ class AllocationOperations:
                 raise ValueError(f"{name} does not fit into {shared.name}")
             return shared
         wanted = max(size, reuse.size or 0) if isinstance(reuse, StorageAlias) else size
-        allocation = Allocation(len(cta.allocations), name or f"buffer {len(cta.allocations)}", m.line(), wanted)
+        allocation = Allocation(len(cta.allocations), name or f"buffer {len(cta.allocations)}", wanted)
         cta.allocations.append(allocation)
         if isinstance(reuse, StorageAlias):
             reuse.allocation = allocation
@@ -181,4 +182,5 @@ class AllocationOperations:
     def _take(self, cta: Cta, size: int) -> None:
         before, cta.shared_bytes = cta.shared_bytes, cta.shared_bytes + size
         if before <= CTA_BYTES < cta.shared_bytes:
-            self._machine.fail("out_of_budget", f"{cta.shared_bytes} bytes of shared memory, a CTA has {CTA_BYTES}")
+            message = f"{cta.shared_bytes} bytes of shared memory are allocated up to here, and a CTA has {CTA_BYTES}"
+            self._machine.fail("out_of_budget", message)

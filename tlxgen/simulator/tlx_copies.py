@@ -10,12 +10,14 @@ import numpy as np
 from tlxgen.simulator import global_memory
 from tlxgen.simulator.accesses import Access
 from tlxgen.simulator.barriers import Mbarrier
-from tlxgen.simulator.blocks import Block, as_block, numpy_dtype, unwrap
+from tlxgen.simulator.blocks import Block, as_block
 from tlxgen.simulator.clocks import IN_FLIGHT
 from tlxgen.simulator.descriptors import Descriptor
+from tlxgen.simulator.dtypes import itemsize, unwrap
+from tlxgen.simulator.global_operations import GlobalOperations
 from tlxgen.simulator.language import UnsupportedOperationError
+from tlxgen.simulator.machine import Machine
 from tlxgen.simulator.shared_memory import Tile
-from tlxgen.simulator.tasks import Queue
 from tlxgen.simulator.tlx_allocation import AllocationOperations
 
 
@@ -24,7 +26,7 @@ class Token:
 
 
 class DescriptorSlots:
-    """Places in global memory that hold descriptors; `slots[i]` is as far as pointer arithmetic would reach."""
+    """Places in global memory that hold descriptors; `slots[i]` is the place `i` further on, as of a pointer."""
 
     def __init__(self, slots: list[Descriptor | None], first: int) -> None:
         self._slots = slots
@@ -45,6 +47,10 @@ class DescriptorSlots:
 
 class CopyOperations(AllocationOperations):
     """Everything that reads or writes a tile."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self._global = GlobalOperations(machine)
 
     # ---- ordinary accesses
 
@@ -112,7 +118,7 @@ class CopyOperations(AllocationOperations):
             return
         where = [int(o) for o in offsets]
         _check_box(desc, result)
-        m.note_box(desc, where, m.task.access("TMA load", write=False), m.task.known)
+        self._global.note_box(desc, where, m.task.access("TMA load", write=False))
         for rank in [int(r) for r in multicast_targets] or [m.task.cta.rank]:
             self._copy(
                 "TMA load", self.peer_tile(result, rank), lambda: desc.read(where), self.peer_barrier(barrier, rank)
@@ -128,7 +134,7 @@ class CopyOperations(AllocationOperations):
         _check_box(desc, source)
         written = m.task.access("TMA store", write=True)
         written.index, written.generic, written.atomic = IN_FLIGHT, False, bool(store_reduce)
-        m.note_box(desc, where, written, m.task.known)
+        self._global.note_box(desc, where, written)
         self._store("TMA store", source, lambda: desc.write(where, source.array, store_reduce))
 
     def async_store(self, dst_global_ptr: Block, src_smem: Tile, size: Any) -> None:
@@ -138,17 +144,17 @@ class CopyOperations(AllocationOperations):
         addresses = _run(dst_global_ptr, int(size), src_smem)
         pieces = list(m.memory.split(addresses, src_smem.array.itemsize, None))
         if len(pieces) != 1 or pieces[0][0] is None:
-            raise IndexError("async_store to addresses that belong to no argument")
+            raise IndexError(f"async_store of {src_smem.name} to addresses outside of every tensor of the launch")
         storage = pieces[0][0]
         written = m.task.access("bulk store", write=True)
         written.index, written.generic = IN_FLIGHT, False
-        m.note_elements(storage, (addresses - storage.first) // storage.element_size, written)
-        flat = src_smem.array.reshape(-1)[: len(addresses)]
-        self._store(
-            "bulk store",
-            src_smem,
-            lambda: _ignore(global_memory.scatter(storage, addresses, flat, src_smem.dtype, ...)),
-        )
+        self._global.note_elements(storage, (addresses - storage.first) // storage.element_size, written)
+
+        def write() -> None:
+            values = src_smem.array.reshape(-1)[: len(addresses)]
+            global_memory.scatter(storage, addresses, values, src_smem.dtype, ...)
+
+        self._store("bulk store", src_smem, write)
 
     def async_descriptor_store_wait(self, pendings: Any) -> None:
         """Until all but `pendings` stores have read their tiles."""
@@ -179,12 +185,12 @@ class CopyOperations(AllocationOperations):
     ) -> Token:
         """Through pointers, an element each; with `bulk` one run of bytes, whose arrival a barrier tells."""
         if bulk:
-            self._bulk_load(src, result, result.size if bulk_size is None else int(bulk_size), barrier)
+            self._bulk_load(src, result, result.nbytes if bulk_size is None else int(bulk_size), barrier)
             return Token()
         m, task = self._machine, self._machine.task
         addresses = np.asarray(src.data)
         lanes = None if mask is None else np.broadcast_to(as_block(mask).data, addresses.shape)
-        values = m.global_load(addresses, src.dtype.element_ty, lanes)
+        values = self._global.global_load(addresses, src.dtype.element_ty, lanes)
         if lanes is not None:
             filler = as_block(0 if other is None else other).to(src.dtype.element_ty).data
             values = np.where(lanes, values, filler)
@@ -201,7 +207,7 @@ class CopyOperations(AllocationOperations):
         return Token()
 
     def async_load_commit_group(self, tokens: Sequence[Any] = ()) -> Token:
-        """Closes a group of copies."""
+        """The copies so far become a group, which ends as a whole."""
         m, task = self._machine, self._machine.task
         m.pause("async_load_commit_group")
         copies, accesses = task.uncommitted, task.uncommitted_accesses
@@ -214,7 +220,7 @@ class CopyOperations(AllocationOperations):
         number = task.copies.issue(work, task.place)
         for access in accesses:
             access.component, access.index = task.copies.component, number
-        m.completions.append(_finish(task.copies, number))
+        m.complete_later(lambda: task.copies.finish(number), task.place)
         return Token()
 
     def async_load_wait_group(self, pendings: Any, tokens: Sequence[Any] = ()) -> Token:
@@ -233,7 +239,7 @@ class CopyOperations(AllocationOperations):
         peer = self.peer_tile(dst, int(remote_cta_rank))
         access = m.task.access("remote store", write=True)
         m.touch(peer, access, m.task.known)
-        peer.cta.visits.append((access, "a remote store"))
+        peer.cta.remote_accesses.append((access, "a remote store"))
         peer.array[...] = as_block(src).to(dst.dtype).data
         peer.mark_written()
 
@@ -253,8 +259,8 @@ class CopyOperations(AllocationOperations):
         reading = m.task.access("remote copy", write=False)
         reading.index, reading.generic = IN_FLIGHT, False
         m.touch(src, reading, m.task.known)
-        m.task.cta.visits.append((reading, "a remote copy, which reads its shared memory,"))
-        _check_size(dst, src.size)
+        m.task.cta.remote_accesses.append((reading, "a remote copy, which reads its shared memory,"))
+        _check_size(dst, src.nbytes)
 
         def read() -> Any:
             reading.component, reading.index = peer.component, peer.phases.completed + 1
@@ -271,7 +277,7 @@ class CopyOperations(AllocationOperations):
         access.index, access.generic = IN_FLIGHT, False
         m.touch(tile, access, task.known, poison=True)
         if tile.cta is not task.cta:
-            tile.cta.visits.append((access, f"a {what}"))
+            tile.cta.remote_accesses.append((access, f"a {what}"))
         barrier.in_flight += 1
         tile.cta.in_flight += 1
         issuer, started = task.release(), m.steps
@@ -283,9 +289,9 @@ class CopyOperations(AllocationOperations):
             access.component, access.index = barrier.component, barrier.phases.completed + 1
             if m.timeline is not None:
                 m.timeline.copy(task, f"{what} to {tile.name}", started, m.steps)
-            m.deliver(barrier, tile.size, issuer, access.place)
+            m.deliver(barrier, tile.nbytes, issuer, access.place)
 
-        m.completions.append(complete)
+        m.complete_later(complete, access.place)
 
     def _store(self, what: str, tile: Tile, write: Callable[[], None]) -> None:
         """Reads a tile at some later time."""
@@ -295,19 +301,21 @@ class CopyOperations(AllocationOperations):
         read.generic = False
         m.touch(tile, read, task.known)
         number = task.stores.issue(write, task.place)
-        m.completions.append(_finish(task.stores, number))
+        m.complete_later(lambda: task.stores.finish(number), task.place)
 
     def _bulk_load(self, src: Block, tile: Tile, size: int, barrier: Mbarrier | None) -> None:
         m = self._machine
         m.pause(f"bulk async_load to {tile.name}")
         if barrier is None:
-            raise ValueError("async_load(bulk=True) needs a barrier")
-        if size != tile.size:
-            raise UnsupportedOperationError(f"a bulk async_load of {size} bytes into a tile of {tile.size}")
+            raise ValueError(f"async_load(bulk=True) to {tile.name} needs a barrier, on which its bytes arrive")
+        if size != tile.nbytes:
+            raise UnsupportedOperationError(
+                f"a bulk async_load of {size} bytes to {tile.name}, which has {tile.nbytes}"
+            )
         addresses = _run(src, size, tile)
         if int(addresses[0]) % 16 or size % 16:
-            m.fail("error", "a bulk copy moves whole 16 bytes, from an address that 16 divides")
-        values = m.global_load(addresses, tile.dtype, None)
+            m.fail("error", f"bulk async_load to {tile.name}: it moves whole 16 bytes, from an address that 16 divides")
+        values = self._global.global_load(addresses, tile.dtype, None)
         self._copy("bulk copy", tile, lambda: values, barrier)
 
     def _indices(self, indices: Any) -> Any:
@@ -327,26 +335,12 @@ def _check_box(desc: Descriptor, tile: Tile) -> None:
 
 
 def _check_size(tile: Tile, size: int) -> None:
-    if tile.size != size:
-        raise ValueError(f"a remote copy of {size} bytes into {tile.name}, which has {tile.size}")
+    if tile.nbytes != size:
+        raise ValueError(f"a remote copy of {size} bytes into {tile.name}, which has {tile.nbytes}")
 
 
 def _run(pointer: Block, size: int, tile: Tile) -> Any:
     """Addresses of consecutive elements, `size` bytes in all."""
-    item = numpy_dtype(tile.dtype).itemsize
+    step = itemsize(tile.dtype)
     first = int(np.asarray(pointer.data).reshape(-1)[0])
-    return first + item * np.arange(size // item, dtype=np.int64)
-
-
-def _finish(queue: Queue, number: int) -> Callable[[], None]:
-    """The hardware finishes a group, unless a wait has made it do so before."""
-
-    def finish() -> None:
-        while queue.done < number:
-            queue.finish_one()
-
-    return finish
-
-
-def _ignore(_: object) -> None:
-    return None
+    return first + step * np.arange(size // step, dtype=np.int64)

@@ -15,15 +15,17 @@ from triton.language.extra import tlx as real_tlx
 
 from tlxgen.simulator.accesses import Access
 from tlxgen.simulator.barriers import Mbarrier
-from tlxgen.simulator.blocks import Block, as_block, numpy_dtype, unwrap
+from tlxgen.simulator.blocks import Block, as_block
 from tlxgen.simulator.descriptors import Descriptor
+from tlxgen.simulator.dtypes import itemsize, unwrap
 from tlxgen.simulator.language import UnsupportedOperationError
-from tlxgen.simulator.products import Product, accumulator_dtype
 from tlxgen.simulator.shared_memory import Tile
 from tlxgen.simulator.tlx_copies import CopyOperations, DescriptorSlots, is_true
 from tlxgen.simulator.warp_groups import AsyncTasks
+from tlxgen.simulator.wgmma import Product, accumulator_dtype
 
-_NAMED_BARRIERS = 16
+_NAMED_BARRIERS = 16  # of the hardware, for each CTA
+_COMPILER_BARRIERS = 2  # that warp specialisation takes, and one more for each partition
 
 
 class Tlx(CopyOperations):
@@ -33,7 +35,7 @@ class Tlx(CopyOperations):
         real = getattr(real_tlx, name, None)
         if isinstance(real, type):  # named in annotations and tests of types
             return real
-        raise UnsupportedOperationError(f"tlx.{name}")
+        raise UnsupportedOperationError(f"tlx.{name} is not supported by the simulator")
 
     # ---- tasks
 
@@ -46,8 +48,10 @@ class Tlx(CopyOperations):
         return self._machine.task.replica
 
     def thread_id(self, axis: Any) -> Block:
-        """Threads are not told apart here: the first one answers."""
-        return as_block(0)
+        """The numbers of all threads of the task, for predicates; a branch on them is refused, since a task is one."""
+        if int(unwrap(axis)):
+            return as_block(0)
+        return Block(np.arange(self._machine.task.threads, dtype=np.int32), tl.int32)
 
     # ---- mbarriers
 
@@ -72,9 +76,10 @@ class Tlx(CopyOperations):
         """An arrival of the task, or of each of its threads on a warp barrier."""
         m = self._machine
         m.pause(f"barrier_arrive {bar.name}")
-        if not is_true(pred):
+        threads = _chosen(pred, m.task.threads, first_only=not bar.per_thread)
+        if not threads:
             return
-        count = self.constant(arrive_count, "arrive_count") * (m.task.threads if bar.per_thread else 1)
+        count = self.constant(arrive_count, "arrive_count") * threads
         if remote_cta_rank is not None:
             bar = self._visit(bar, int(remote_cta_rank))
         m.arrive(bar, count)
@@ -85,7 +90,7 @@ class Tlx(CopyOperations):
         task = self._machine.task
         cta = task.cta.cluster.ctas[rank]
         if cta is not task.cta:
-            cta.visits.append((task.access("arrival", write=True), "an arrival"))
+            cta.remote_accesses.append((task.access("arrival", write=True), "an arrival"))
         return peer
 
     # ---- named barriers and clusters
@@ -101,12 +106,10 @@ class Tlx(CopyOperations):
     def _come(self, number: int, wanted: int, *, wait: bool) -> None:
         m = self._machine
         m.pause(f"named_barrier_{'wait' if wait else 'arrive'} {number}")
-        first_free = 2 + m.task.cta.partitions
+        first_free = _COMPILER_BARRIERS + m.task.cta.partitions
         if not first_free <= number < _NAMED_BARRIERS:
-            message = (
-                f"named barrier {number}: there are {_NAMED_BARRIERS}, and the compiler uses 0 to {first_free - 1}"
-            )
-            m.fail("out_of_budget", message)
+            taken = f"there are {_NAMED_BARRIERS}, and the compiler itself uses 0 to {first_free - 1}"
+            m.fail("out_of_budget", f"named barrier {number}: {taken}")
         m.come(number, m.task.threads, wanted, wait=wait)
 
     def cluster_cta_rank(self) -> Block:
@@ -138,7 +141,7 @@ class Tlx(CopyOperations):
     ) -> Descriptor:
         """A descriptor made by the kernel; with `desc_ptr` it is also kept there."""
         shape, strides, box = ([int(n) for n in values] for values in (shape, strides, block_shape))
-        made = self._machine.make_descriptor(base, shape, strides, box, unwrap(padding_option))
+        made = self._global.make_descriptor(base, shape, strides, box, unwrap(padding_option))
         if desc_ptr is not None:
             desc_ptr.descriptor = made
         return made
@@ -207,7 +210,7 @@ class Tlx(CopyOperations):
 
     def size_of(self, dtype: Any) -> int:
         """Bytes of an element."""
-        return numpy_dtype(unwrap(dtype)).itemsize
+        return itemsize(unwrap(dtype))
 
     def get_fp8_format_name(self, dtype: Any) -> str:
         """As PTX calls it."""
@@ -226,3 +229,11 @@ class Tlx(CopyOperations):
 
     def assert_same_layout(self, lhs: Any, rhs: Any) -> None:
         """Layouts do not exist here."""
+
+
+def _chosen(pred: Any, threads: int, *, first_only: bool) -> int:
+    """How many threads of a task arrive: all that the predicate is true for, or only the first of them all."""
+    if pred is None:
+        return 1 if first_only else threads
+    values = np.broadcast_to(np.asarray(as_block(pred).data), (threads,))
+    return int(values[0]) if first_only else int(values.sum())

@@ -1,7 +1,7 @@
 """Whether a kernel may be launched: the simulator's word on it, remembered by the hash of its code.
 
-A verdict counts as long as neither the code nor the simulator has changed. Any defect of a remembered verdict is a
-miss; where none can be written, kernels are simulated again.
+A verdict counts as long as neither the code nor what it was simulated with has changed. Any defect of a remembered
+verdict is a miss; where none can be written, kernels are simulated again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from tlxgen import paths
 from tlxgen.emit import KernelSource
 
-#: One for each policy: what is found hardly depends on the seed.
-_SCHEDULES = 3
+_SCHEDULES = 3  # one for each policy: what is found hardly depends on the seed
+_PACKAGE = Path(__file__).parents[1]
 
 
 def why_unsafe(source: KernelSource) -> str | None:
@@ -61,8 +61,8 @@ def _remember(path: Path, verdict: str | None) -> None:
 
 @functools.cache
 def _version() -> str:
-    """Hash of the simulator itself."""
+    """Hash of what a verdict depends on beside the code: simulator, small problems, references, and when they agree."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted([*_PACKAGE.glob("simulator/*.py"), *_PACKAGE.glob("ops/**/*.py"), _PACKAGE / "accuracy.py"]):
+        digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]

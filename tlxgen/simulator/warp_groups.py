@@ -10,6 +10,10 @@ from tlxgen.simulator.blocks import Block
 from tlxgen.simulator.machine import Machine
 from tlxgen.simulator.tasks import Task, Wait
 
+_REGISTER_FILE = 65_536  # registers of a multiprocessor
+_WARP_GROUP = 4  # warps
+_LEAST_REGISTERS = 24
+
 
 class AsyncTasks:
     """Collects tasks, then runs them until all have ended."""
@@ -19,6 +23,7 @@ class AsyncTasks:
         self._parent = machine.task
         self._children: list[tuple[str, int, int, Callable[[], None], int]] = []
         self._partitions: list[int] = []  # warps of each
+        self._registers: list[int | None] = []  # that each asks for
 
     def add(self, body: Callable[..., None], line: int, *args: Any, **options: Any) -> None:
         """One `with tlx.async_task(...)`: its code as a function, and the arguments of `async_task`."""
@@ -33,6 +38,7 @@ class AsyncTasks:
             m.fail("out_of_budget", f"{registers} registers: a task has 24 to 240, in steps of 8")
         if not default:
             self._partitions += [warps] * replicas
+            self._registers += [None if registers is None else int(registers)] * replicas
         for replica in range(replicas):
             self._children.append((f"{name}[{replica}]" if replicas > 1 else name, warps * 32, replica, body, line))
 
@@ -41,6 +47,9 @@ class AsyncTasks:
         m, parent = self._machine, self._parent
         prefix = "" if m.grid == (1, 1, 1) else f"cta {parent.cta.number} "
         parent.cta.partitions = max(parent.cta.partitions, _with_padding(self._partitions))
+        reason = _why_dropped(parent.threads // 32, self._partitions, self._registers)
+        if reason:
+            m.fail("out_of_budget", reason)
         known = parent.release()
         children: list[Task] = []
         for name, threads, replica, body, line in self._children:
@@ -71,3 +80,26 @@ def _with_padding(partitions: list[int]) -> int:
     """How many partitions there are, with those that the compiler adds to fill the last warp group."""
     missing = -sum(partitions) % 4
     return len(partitions) + missing.bit_count()
+
+
+def _why_dropped(num_warps: int, partitions: list[int], registers: list[int | None]) -> str | None:
+    """Why the compiler would leave out setmaxnreg without a word (fbtriton's AllocateWarpGroups), or None."""
+    asked = [count for count in registers if count is not None]
+    if not asked:
+        return None
+    if len(asked) < len(registers):
+        return "registers are asked for by some of the tasks: all of them have to, or none"
+    groups = [_WARP_GROUP * -(-warps // _WARP_GROUP) for warps in partitions]
+    warps = num_warps + sum(groups)
+    each = _floor8(_REGISTER_FILE // (32 * warps))
+    left = _floor8((each * warps - sum(n * w for n, w in zip(asked, groups, strict=True))) // num_warps)
+    if left >= _LEAST_REGISTERS:
+        return None
+    return (
+        f"the tasks ask for so many registers that {left} are left for the default task, which needs {_LEAST_REGISTERS}"
+    )
+
+
+def _floor8(count: int) -> int:
+    """Registers come in eights."""
+    return count // 8 * 8

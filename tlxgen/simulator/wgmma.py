@@ -1,4 +1,4 @@
-"""wgmma: products that run on while the task goes on, and read shared memory until they are waited for."""
+"""wgmma: products that go on while their task does, and read shared memory until they are waited for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import triton.language as tl
 
-from tlxgen.simulator.blocks import Block, Shape, numpy_dtype
+from tlxgen.simulator.blocks import Block, Shape
+from tlxgen.simulator.dtypes import numpy_dtype
 from tlxgen.simulator.shared_memory import Tile
+from tlxgen.simulator.tensor_cores import multiply
 
 if TYPE_CHECKING:
     from tlxgen.simulator.machine import Machine
@@ -28,9 +30,10 @@ class Product(Block):
 
     @property
     def data(self) -> Any:
-        """The values; reading them before the wait is what hardware answers with garbage."""
+        """The values; before the wait a finding, and NaN: hardware has anything in these registers then."""
         if self._value is None or not self.waited:
-            self.machine.fail("early_accumulator", "the result of async_dot is read before the wait that retires it")
+            message = "the result of an async_dot is read, which no async_dot_wait of this role has retired"
+            self.machine.fail("early_accumulator", message)
             return np.full(self.result_shape, np.nan if self.dtype.is_floating() else 0, numpy_dtype(self.dtype))
         return self._value
 
@@ -49,11 +52,9 @@ class Product(Block):
         return self.machine.task.dots.waited >= self.group
 
     def finish(self, a: Tile | Block, b: Tile, acc: Block | None) -> None:
-        """The hardware's last moment to read the operands."""
-        product = multiply(a, b) if self.dtype.is_floating() else _integers(a, b)
-        if acc is not None:
-            product = product + (acc.in_registers if isinstance(acc, Product) else acc.data)
-        self._value = product
+        """The product ends: the operands are read as late as this, and may have changed by then."""
+        before = acc.in_registers if isinstance(acc, Product) else None if acc is None else acc.data
+        self._value = multiply(_operand(a), _operand(b), before, self.dtype)
 
     @property
     def in_registers(self) -> Any:
@@ -61,21 +62,8 @@ class Product(Block):
         return self._value
 
 
-def multiply(a: Tile | Block, b: Tile | Block) -> Any:
-    """A·B in float32, of operands as tensor cores take them."""
-    return _operand(a) @ _operand(b)
-
-
-def _operand(value: Tile | Block) -> Any:
-    array = value.array if isinstance(value, Tile) else value.data
-    if array.dtype == np.float32:
-        return (np.ascontiguousarray(array).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)  # TF32 truncates
-    return array.astype(np.float32)
-
-
-def _integers(a: Tile | Block, b: Tile | Block) -> Any:
-    left, right = (x.array if isinstance(x, Tile) else x.data for x in (a, b))
-    return left.astype(np.int32) @ right.astype(np.int32)
+def _operand(value: Tile | Block) -> Block:
+    return Block(value.array, value.dtype) if isinstance(value, Tile) else value
 
 
 def accumulator_dtype(a: Tile | Block) -> Any:
