@@ -10,7 +10,7 @@ from tlxgen.problem import Problem
 from tlxgen.simulator.machine import Limits
 
 H200 = devices.target("h200")
-GEMM, VECTOR_ADD = ops.get("gemm"), ops.get("vector_add")
+GEMM, ATTENTION, VECTOR_ADD = ops.get("gemm"), ops.get("attention"), ops.get("vector_add")
 
 #: Wrong kernels may run long; right ones take a hundredth of this.
 LIMITS = Limits(steps=20_000, seconds=20)
@@ -47,7 +47,26 @@ RESIDUAL = emit(
 VECTOR_PROBLEM = VECTOR_ADD.problem((2**20,))
 VECTOR = emit(VECTOR_ADD, VECTOR_PROBLEM, config(VECTOR_PROBLEM, "vector_add_tma", block=1024, num_stages=2))
 
-SOURCES = [PINGPONG, COOPERATIVE, CP_ASYNC, RESIDUAL, VECTOR]
+ATTENTION_PROBLEM = ATTENTION.problem((4, 8, 4096, 64), kv_heads=4, causal="bottom-right")
+FLASH = emit(
+    ATTENTION,
+    ATTENTION_PROBLEM,
+    Config(
+        template="attention_tma",
+        params={
+            "block_n": 64,
+            "carry": "wide",
+            "consumers": 2,
+            "kv_stages": 2,
+            "pingpong": "values",
+            "q_stages": 2,
+            "staging": "own",
+            "sums": "rows",
+        },
+    ),
+)
+
+SOURCES = [PINGPONG, COOPERATIVE, CP_ASYNC, RESIDUAL, FLASH, VECTOR]
 
 
 def identify(source: KernelSource) -> str:

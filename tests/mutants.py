@@ -24,6 +24,7 @@ SYNCHRONISING = {
     "local_store",
     "named_barrier_arrive",
     "named_barrier_wait",
+    "release",
 }
 
 
@@ -102,7 +103,7 @@ def _operations(statement: ast.stmt) -> set[str]:
     if not isinstance(statement, ast.Expr | ast.Assign):
         return set()
     calls = (node.func for node in ast.walk(statement) if isinstance(node, ast.Call))
-    return {call.attr for call in calls if isinstance(call, ast.Attribute)} & SYNCHRONISING
+    return {getattr(call, "attr", "") or getattr(call, "id", "") for call in calls} & SYNCHRONISING
 
 
 def _swappable(statement: ast.stmt, following: ast.stmt) -> bool:

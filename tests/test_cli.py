@@ -117,7 +117,14 @@ class TestBadInput:
             ("gemm 128 128 128 128", "M N K"),
             ("vector_add 0", "0"),
             ("vector_add 1 2", "sizes n"),
-            ("attention 128 128 128", "'attention'"),
+            ("convolution 128 128 128", "'convolution'"),
+            ("attention 128 128 128", "B H S D"),
+            ("attention 1 8 128 64 --kv-heads 3", "kv_heads = 3"),
+            ("attention 1 8 128 60", "D = 60"),
+            ("attention 1 8 128 64 --causal left", "causal = 'left'"),
+            ("attention 1 8 128 64 --window 7", "window = 7"),
+            ("attention 1 8 128 64 --layout nn", "layout"),
+            ("gemm 128 128 128 --kv-heads 4", "kv_heads"),
             ("gemm 128 128 128 --dtype fp8", "fp8"),
             ("gemm 128 128 128 --out-dtype int8", "int8"),
             ("gemm 128 128 128 --layout xx", "xx"),
@@ -191,8 +198,8 @@ class TestBadInput:
         assert done.err.count("\n") == 1
 
     def test_shows_a_traceback_where_that_was_asked_for(self, run: Run) -> None:
-        with pytest.raises(ValueError, match="attention"):
-            run("--debug", "show", "attention", 1)
+        with pytest.raises(ValueError, match="convolution"):
+            run("--debug", "show", "convolution", 1)
 
 
 class TestTuneWithoutGpu:

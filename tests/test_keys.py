@@ -34,6 +34,19 @@ FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "layout": st.sampled_from(["nn", "nt", "tn", "tt"]),
         "epilogue": st.sampled_from(["none", "bias", "bias+gelu", "relu", "scale", "residual", "bias+residual"]),
     },
+    "attention": {
+        "B": st.integers(0, 2**20),
+        "H": st.sampled_from([12, 24, 48]),
+        "S": st.integers(0, 2**24),
+        "D": st.integers(1, 32).map(lambda eights: 8 * eights),
+        "kv_heads": st.sampled_from([1, 2, 3, 4, 6, 12]),
+        "kv_len": st.integers(0, 2**24),
+        "dtype": st.sampled_from(["bf16", "fp16"]),
+        "causal": st.sampled_from(["bottom-right", "top-left"]),
+        "window": st.integers(0, 5000),
+        "softcap": st.floats(0.0, 100.0),
+        "lse": st.booleans(),
+    },
     "vector_add": {"n": st.integers(0, 2**40), "dtype": DTYPES},
 }
 

@@ -15,7 +15,7 @@ from tlxgen.problem import Problem
 from tlxgen.simulator.check import check, small_cases
 
 H200 = devices.target("h200")
-GEMM, VECTOR_ADD = ops.get("gemm"), ops.get("vector_add")
+GEMM, ATTENTION, VECTOR_ADD = ops.get("gemm"), ops.get("attention"), ops.get("vector_add")
 SCHEDULES = 20
 
 PROBLEMS: list[Problem] = [
@@ -28,6 +28,11 @@ PROBLEMS: list[Problem] = [
     ),
     GEMM.problem((4097, 4095, 4099)),
     GEMM.problem((1024, 1024, 1024)),  # with programmatic dependent launch
+    ATTENTION.problem((4, 32, 4096, 128)),
+    ATTENTION.problem((4, 32, 4096, 128), kv_heads=8, causal="bottom-right", lse=True),
+    ATTENTION.problem((4, 32, 4096, 64), causal="top-left", window=100, dtype="fp16"),
+    ATTENTION.problem((4, 16, 4096, 256), causal="bottom-right", softcap=30.0),
+    ATTENTION.problem((4, 32, 4096, 96), causal="bottom-right", window=200, softcap=50.0),
     VECTOR_ADD.problem((2**20,)),
     VECTOR_ADD.problem((2**20 + 1,), dtype="fp32"),
 ]

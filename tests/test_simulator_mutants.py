@@ -25,6 +25,14 @@ HARMLESS = {
     r"swap: tlx\.async_descriptor_store_wait\(0\) / tlx\.barrier_expect_bytes\(loaded, .*": "the barrier of the residual has nothing to do with the store before",
     r"swap: (acc = )?tlx\.(async_load_wait_group|async_dot_wait)\(.* / tl\.debug_barrier\(\)": "the compiler puts a barrier between the wait and the next access by itself (Membar)",
     r"swap: acc = tlx\.async_dot_wait\(0, acc\) / tlx\.async_load_wait_group\(0\)": "two waits in another order",
+    r"swap: .* / (q = tlx\.local_reshape|staging = out_tiles|q_stage, q_phase = next_stage).*": "a view, or a step of the ring, in another order",
+    r"swap: release\([kv]_empty.* / (scores = masked|acc = acc \* factor|p, largest, total, factor = |tlx\.async_descriptor_store_wait).*": "registers and stores do not care when keys and values are released",
+    r"swap: release\(q_empty\[slot\]\) / tlx\.barrier_wait\(v_full.*": "Q has been read: when that is said does not matter to the values",
+    r"swap: tlx\.async_descriptor_load\(k_desc.* / tlx\.barrier_wait\(v_empty.*": "keys are loaded later: only slower",
+    r"swap: tlx\.barrier_wait\(k_full.* / tlx\.named_barrier_wait\(my_turn, 256\)": "two waits in another order",
+    r"swap: tlx\.named_barrier_wait\(my_turn, 256\) / scores = tlx\.async_dot.*": "turns at the tensor cores are for speed alone",
+    r"swap: tlx\.named_barrier_arrive\(next_turn, 256\) / scores = tlx\.async_dot_wait\(1, scores\)": "the turn is handed over later: only slower",
+    r"swap: scores = tlx\.async_dot_wait\(1, scores\) / release\(k_empty\[stage\]\)": "the ring of values orders it: these keys are overwritten after the values that are released after this wait",
 }  # fmt: skip
 
 

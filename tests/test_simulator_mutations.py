@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests import emitted
-from tests.emitted import COOPERATIVE, CP_ASYNC, LIMITS, PINGPONG, RESIDUAL, VECTOR
+from tests.emitted import COOPERATIVE, CP_ASYNC, FLASH, LIMITS, PINGPONG, RESIDUAL, VECTOR
 from tlxgen.emit import KernelSource
 from tlxgen.simulator.check import check
 
@@ -125,11 +125,39 @@ VECTOR_BUGS = [
     bug("the tail has no mask", "total, mask=inside", "total", "out_of_bounds"),
 ]  # fmt: skip
 
+FLASH_BUGS = [
+    bug("Q is not waited for", "tlx.barrier_wait(q_full[slot], q_phase)", "pass", "data_race early_release unwritten_shared"),
+    bug("keys are not waited for", "tlx.barrier_wait(k_full[stage], phase)", "pass", "data_race early_release unwritten_shared"),
+    bug("values are not waited for", "tlx.barrier_wait(v_full[v_stage], v_phase)", "pass", "data_race early_release unwritten_shared"),
+    bug("Q is not released", "release(q_empty[slot])", "pass", "deadlock"),
+    bug("keys are not released", "release(k_empty[stage])", "pass", "deadlock"),
+    bug("values are not released", "release(v_empty[v_stage])", "pass", "deadlock"),
+    bug("Q is released before its last product", "                release(q_empty[slot])\n", "", "early_release barrier_reuse data_race", also=("q = tlx.local_reshape(q_tiles[slot], [WG_M, HEAD])", "q = tlx.local_reshape(q_tiles[slot], [WG_M, HEAD]); release(q_empty[slot])")),
+    bug("keys are released under way", "scores = tlx.async_dot_wait(1, scores)", "scores = tlx.async_dot_wait(2, scores)", "early_accumulator"),
+    bug("values are released under way", "acc = tlx.async_dot_wait(0, acc)", "acc = tlx.async_dot_wait(1, acc)", "early_accumulator early_release"),
+    bug("every thread arrives as a warp", "pred=tlx.thread_id(0) % 32 == 0", "pred=tlx.thread_id(0) % 16 == 0", "barrier_reuse"),
+    bug("one warp does not arrive", "% 32 == 0", "% 64 == 0", "deadlock"),
+    bug("one consumer is enough", "num_arrivals=2", "num_arrivals=1", "barrier_reuse"),
+    bug("the producer's Q phase is inverted", "q_phase = 1 ", "q_phase = 0 ", "deadlock"),
+    bug("the producer skips the first block", "range(end - 1, first - 1, -1)", "range(end - 1, first, -1)", "deadlock roles_out_of_step"),
+    bug("the consumer skips the first block", "range(whole - 1, -1, -1)", "range(whole - 1, 0, -1)", "roles_out_of_step deadlock wrong_result"),
+    bug("the diagonal is one off", "columns[None, :] <= rows", "columns[None, :] < rows", "wrong_result"),
+    bug("the diagonal starts at the top", "rows[:, None] + (kv_len - q_len)", "rows[:, None]", "wrong_result"),
+    bug("the old output is not rescaled", "acc = acc * factor[:, None]", "acc = acc", "wrong_result"),
+    bug("heads share the wrong keys", "kv_head = head // group", "kv_head = head % (heads // group)", "wrong_result out_of_bounds"),
+    bug("too few bytes of V", "barrier_expect_bytes(v_full[stage], 8192)", "barrier_expect_bytes(v_full[stage], 4096)", "wrong_byte_count"),
+    bug("the turn is never handed over", "tlx.named_barrier_arrive(next_turn, 256)\n", "pass\n", "deadlock"),
+    bug("the fence is missing", 'tlx.fence("async_shared")', "pass", "missing_fence"),
+    bug("the staging tile is reused at once", "tlx.async_descriptor_store_wait(0)  # the store before", "pass  # the store before", "early_release"),
+    bug("stores are left behind", "tlx.async_descriptor_store_wait(0)  # shared memory must", "pass  # shared memory must", "unfinished_at_exit"),
+]  # fmt: skip
+
 PLANTED: list[tuple[KernelSource, Bug]] = [
     *((PINGPONG, one) for one in (*RING_BUGS, *PINGPONG_BUGS)),
     *((COOPERATIVE, one) for one in (*RING_BUGS, *COOPERATIVE_BUGS)),
     *((CP_ASYNC, one) for one in CP_ASYNC_BUGS),
     *((RESIDUAL, one) for one in (*RING_BUGS, *COOPERATIVE_BUGS, *RESIDUAL_BUGS)),
+    *((FLASH, one) for one in FLASH_BUGS),
     *((VECTOR, one) for one in VECTOR_BUGS),
 ]
 

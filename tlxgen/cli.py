@@ -25,7 +25,8 @@ _log = Console(stderr=True)
 
 _Operator = Annotated[str, typer.Argument(help=f"One of {', '.join(ops.NAMES)}.", show_default=False)]
 _Sizes = Annotated[
-    list[str], typer.Argument(help="Sizes in order: M N K for gemm, n for vector_add.", show_default=False)
+    list[str],
+    typer.Argument(help="Sizes in order: M N K for gemm, B H S D for attention, n for vector_add.", show_default=False),
 ]
 _DType = Annotated[str, typer.Option(help="bf16, fp16 or fp32 (through TF32).")]
 _OutDType = Annotated[str | None, typer.Option(help="Output dtype of gemm; the input's by default.")]
@@ -33,6 +34,12 @@ _Layout = Annotated[str | None, typer.Option(help="nn, nt, tn or tt: how A and B
 _Epilogue = Annotated[
     str | None, typer.Option(help="none, or parts of scale+bias+relu|gelu|silu+residual, in that order.")
 ]
+_KvHeads = Annotated[int | None, typer.Option(help="Heads of k and v of attention; H by default.")]
+_KvLen = Annotated[int | None, typer.Option(help="Length of k and v of attention; S by default.")]
+_Causal = Annotated[str | None, typer.Option(help="Of attention: none, bottom-right (as FlashAttention) or top-left.")]
+_Window = Annotated[int | None, typer.Option(help="Keys that a row of causal attention sees, itself included.")]
+_Softcap = Annotated[float | None, typer.Option(help="Scores of attention become CAP * tanh(score / CAP).")]
+_Lse = Annotated[bool, typer.Option("--lse", help="Attention also gives each row's log-sum-exp.")]
 _Json = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout.")]
 _Target = Annotated[str | None, typer.Option(help="GPU to compile for: h200, h100, h100-pcie, h20, ….")]
 
@@ -56,6 +63,12 @@ def tune(
     out_dtype: _OutDType = None,
     layout: _Layout = None,
     epilogue: _Epilogue = None,
+    kv_heads: _KvHeads = None,
+    kv_len: _KvLen = None,
+    causal: _Causal = None,
+    window: _Window = None,
+    softcap: _Softcap = None,
+    lse: _Lse = False,
     trials: Annotated[int | None, typer.Option(min=1, help="Distinct candidates; 200, or 24 without a GPU.")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="Time for the search.")] = 120.0,
     sampler: Annotated[str, typer.Option(help="tpe, random, exhaustive, qmc or gp.")] = "tpe",
@@ -73,7 +86,20 @@ def tune(
     """
     from tlxgen import tuning_cli
 
-    problem = parse(operator, sizes, dtype=dtype, out_dtype=out_dtype, layout=layout, epilogue=epilogue)
+    problem = parse(
+        operator,
+        sizes,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        layout=layout,
+        epilogue=epilogue,
+        kv_heads=kv_heads,
+        kv_len=kv_len,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        lse=lse or None,
+    )
     tuning_cli.run(
         problem,
         trials=trials,
@@ -97,13 +123,32 @@ def show(
     out_dtype: _OutDType = None,
     layout: _Layout = None,
     epilogue: _Epilogue = None,
+    kv_heads: _KvHeads = None,
+    kv_len: _KvLen = None,
+    causal: _Causal = None,
+    window: _Window = None,
+    softcap: _Softcap = None,
+    lse: _Lse = False,
     target: _Target = None,
     as_json: _Json = False,
 ) -> None:
     """Which kernel `get_kernel` would give for a problem, and why."""
     from tlxgen import devices, runtime
 
-    problem = parse(operator, sizes, dtype=dtype, out_dtype=out_dtype, layout=layout, epilogue=epilogue)
+    problem = parse(
+        operator,
+        sizes,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        layout=layout,
+        epilogue=epilogue,
+        kv_heads=kv_heads,
+        kv_len=kv_len,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        lse=lse or None,
+    )
     gpu = devices.target(target) if target else devices.detect()
     kernel = runtime.Kernel(problem, runtime.select(problem, gpu, note_miss=False), gpu)
     if as_json:
@@ -123,6 +168,12 @@ def emit(
     out_dtype: _OutDType = None,
     layout: _Layout = None,
     epilogue: _Epilogue = None,
+    kv_heads: _KvHeads = None,
+    kv_len: _KvLen = None,
+    causal: _Causal = None,
+    window: _Window = None,
+    softcap: _Softcap = None,
+    lse: _Lse = False,
     target: _Target = None,
     template: Annotated[str | None, typer.Option(help="A template; the model's favourite config of it.")] = None,
     param: Annotated[list[str] | None, typer.Option("--param", "-p", help="name=value; may be given again.")] = None,
@@ -135,7 +186,20 @@ def emit(
     from tlxgen import devices
     from tlxgen.emit import emit as emit_source
 
-    problem = parse(operator, sizes, dtype=dtype, out_dtype=out_dtype, layout=layout, epilogue=epilogue)
+    problem = parse(
+        operator,
+        sizes,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        layout=layout,
+        epilogue=epilogue,
+        kv_heads=kv_heads,
+        kv_len=kv_len,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        lse=lse or None,
+    )
     gpu = devices.target(target) if target else devices.detect() or devices.target("h200")
     config = _chosen_config(problem, gpu, template, param or [])
     text = emit_source(ops.get(operator), problem, config).text
@@ -157,6 +221,12 @@ def check(
     out_dtype: _OutDType = None,
     layout: _Layout = None,
     epilogue: _Epilogue = None,
+    kv_heads: _KvHeads = None,
+    kv_len: _KvLen = None,
+    causal: _Causal = None,
+    window: _Window = None,
+    softcap: _Softcap = None,
+    lse: _Lse = False,
     target: _Target = None,
     config: Annotated[str | None, typer.Option(help="'TEMPLATE name=value ...', as `show` prints it.")] = None,
     template: Annotated[str | None, typer.Option(help="A template; the model's favourite config of it.")] = None,
@@ -180,7 +250,20 @@ def check(
             raise InvalidProblemError(f"check {what}: a file takes no sizes")
         cli_check.run_file(Path(what), entry, schedules=schedules, seed=seed, timeline=timeline, as_json=as_json)
         return
-    problem = parse(what, sizes or [], dtype=dtype, out_dtype=out_dtype, layout=layout, epilogue=epilogue)
+    problem = parse(
+        what,
+        sizes or [],
+        dtype=dtype,
+        out_dtype=out_dtype,
+        layout=layout,
+        epilogue=epilogue,
+        kv_heads=kv_heads,
+        kv_len=kv_len,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        lse=lse or None,
+    )
     gpu = devices.target(target) if target else devices.detect() or devices.target("h200")
     chosen = cli_check.parse_config(config) if config else _chosen_config(problem, gpu, template, param or [])
     _refuse_illegal(problem, chosen, gpu)
@@ -202,7 +285,7 @@ def doctor(as_json: _Json = False) -> None:
         raise typer.Exit(1)
 
 
-def parse(operator: str, sizes: Sequence[str], **options: str | None) -> Problem:
+def parse(operator: str, sizes: Sequence[str], **options: str | float | None) -> Problem:
     """The Problem that command-line words mean.
 
     Raises:

@@ -102,7 +102,10 @@ def compile_candidate(source: KernelSource, capability: tuple[int, int]) -> Bina
     kernel, log = _compile_and_log(module, args, capability)
     found = facts.read(kernel.asm["cubin"], kernel.asm["ttgir"], kernel.metadata.shared, log)
     reason = facts.why_rejected(
-        found, wants_setmaxnreg="registers=" in source.text, wants_wgmma="async_dot" in source.text
+        found,
+        wants_setmaxnreg="registers=" in source.text,
+        wants_wgmma="async_dot" in source.text,
+        allowed_spill_bytes=operator.allowed_spill_bytes,
     )
     if reason:
         raise CompileError("rejected", reason)

@@ -48,7 +48,7 @@ class KernelSource:
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
         code = [_MARKS.get(t.type, t.string) for t in tokens if t.type not in _COMMENTS and t.start[0] not in skipped]
         # Dtypes reach a kernel through its arguments, and do not show in the text.
-        fields = self.problem.model_dump(exclude=set(self.problem.sizes))
+        fields = self.problem.model_dump(exclude={*self.problem.sizes, *self.problem.extents})
         code.append(json.dumps(fields, sort_keys=True))
         return hashlib.sha256("\0".join(code).encode()).hexdigest()[:32]
 

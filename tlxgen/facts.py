@@ -62,11 +62,13 @@ def read(cubin: bytes, ttgir: str, shared_bytes: int, ptxas_log: str) -> Facts:
     )
 
 
-def why_rejected(facts: Facts, *, wants_setmaxnreg: bool, wants_wgmma: bool) -> str | None:
+def why_rejected(
+    facts: Facts, *, wants_setmaxnreg: bool, wants_wgmma: bool, allowed_spill_bytes: int = 0
+) -> str | None:
     """Why a binary deserves no GPU time, or None."""
-    if facts.spill_bytes or facts.local_loads or facts.local_stores:
+    if facts.spill_bytes > allowed_spill_bytes or (facts.local_loads + facts.local_stores and not allowed_spill_bytes):
         return f"spills {facts.spill_bytes} bytes ({facts.local_loads} LDL, {facts.local_stores} STL)"
-    if facts.warnings:
+    if facts.warnings and wants_wgmma:  # what the compiler makes of plain Triton is up to it
         return f"ptxas warns: {', '.join(facts.warnings)}"
     if wants_setmaxnreg and not facts.setmaxnreg:
         return "registers were asked for and the compiler dropped them: no setmaxnreg in the machine code"
@@ -101,8 +103,26 @@ class _Loop:
     nested: bool = False  # whether a loop inside multiplies, so that this one is not the main loop
 
 
+#: Rows by columns, and the layouts before and after.
+_CONVERSION = re.compile(r"ttg\.convert_layout.*: tensor<\d+x(\d+)x\w+, (.*?)> -> tensor<\w+, (.*)>")
+_LEAST_COLUMNS = 16  # of a tile; what is narrower is a handful of registers
+
+
+def _moves_a_tile(line: str) -> bool:
+    """Whether a line of the IR takes a tile through shared memory.
+
+    Tensor cores leave a result as they take a first operand, whatever the width of the instruction: from one to the
+    other, registers keep their places.
+    """
+    match = _CONVERSION.search(line)
+    if match is None or int(match.group(1)) < _LEAST_COLUMNS:
+        return False
+    before, after = match.group(2), match.group(3)
+    return not (before.startswith("#mma") and after.startswith(("#mma", "#ttg.dot_op<{opIdx = 0")))
+
+
 def loop_conversions(ttgir: str) -> int:
-    """`convert_layout` of 2-D tensors in the innermost loops that multiply.
+    """`convert_layout` of whole tiles, through shared memory, in the innermost loops that multiply.
 
     The IR nests by braces: a stack follows which loop each line is in.
     """
@@ -112,7 +132,7 @@ def loop_conversions(ttgir: str) -> int:
     for line in ttgir.splitlines():
         if loops:
             loops[-1].dots += "warp_group_dot" in line and "warp_group_dot_wait" not in line
-            loops[-1].conversions += bool(re.search(r"ttg\.convert_layout.*tensor<\d+x\d+x", line))
+            loops[-1].conversions += _moves_a_tile(line)
         if "scf.for" in line or "scf.while" in line:
             loops.append(_Loop(depth))
         depth += line.count("{") - line.count("}")

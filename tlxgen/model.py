@@ -16,6 +16,7 @@ from tlxgen.devices import Gpu
 from tlxgen.problem import ITEM_BYTES
 
 if TYPE_CHECKING:
+    from tlxgen.ops.attention import AttentionProblem
     from tlxgen.ops.base import Resources
     from tlxgen.ops.gemm import GemmProblem
 
@@ -47,6 +48,8 @@ _EFFICIENCY: dict[str, dict[tuple[int, int], float]] = {
     "gemm_cp_async": {(128, 256): 0.92, (128, 128): 0.63, (64, 256): 0.63},
     "gemm_vanilla": {(128, 256): 0.90, (128, 128): 0.66, (64, 256): 0.66, (64, 128): 0.62},
 }
+_SMALL_HEAD, _LARGE_HEAD = 64, 128  # head dimensions: exponentials dominate below, registers above
+
 _OTHER_TILES = {"gemm_tma_pingpong": 0.67, "gemm_tma_cooperative": 0.67, "gemm_cp_async": 0.5, "gemm_vanilla": 0.4}
 
 
@@ -87,3 +90,23 @@ def stream_us(bytes_moved: float, resources: Resources, config: Config, gpu: Gpu
         bandwidth = min(bandwidth, in_flight / (_LATENCY_US * 1e-6))
     split = resources.mbarriers > 0  # a second warp group: measured later to start, and 3 to 5 % slower on long vectors
     return _LAUNCH_US + (_FILL_US if split else 0.0) + (1.04 if split else 1.0) * bytes_moved / bandwidth * 1e6
+
+
+def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: float, bytes_moved: float) -> float:
+    """Microseconds of one attention: rounds of row tiles, at the rate of products and exponentials together.
+
+    Not fitted yet: the rates are the rough shares that earlier kernels of the same form reached.
+    """
+    p = config.params
+    vanilla = config.template == "attention_vanilla"
+    rows = int(p["block_m"]) if vanilla else 64 * int(p["consumers"])
+    tiles = math.ceil(problem.S / rows) * problem.B * problem.H
+    rounds = tiles / gpu.sm_count
+    waste = math.ceil(rounds) / rounds if problem.causal == "none" else 1.0 + 0.5 / max(1.0, rounds)
+    share = (0.40 if vanilla else 0.64) * (0.75 if problem.D <= _SMALL_HEAD else 1.0)
+    share *= 1.0 if int(p["block_n"]) == (64 if problem.D > _LARGE_HEAD else 128) else 0.8
+    for name, better in (("q_stages", "2"), ("staging", "own"), ("sums", "lanes")):
+        share *= 1.0 if name not in p or str(p[name]) == better else 0.98
+    products = flops / (gpu.rates[problem.dtype] * share) * 1e6
+    memory = bytes_moved / (gpu.bandwidth * _BANDWIDTH) * 1e6
+    return _LAUNCH_US + _FILL_US + max(products * waste, memory)

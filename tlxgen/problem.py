@@ -41,6 +41,8 @@ class Problem(BaseModel):
     operator: ClassVar[str]
     #: The fields that are sizes, in the order of the command line.
     sizes: ClassVar[tuple[str, ...]]
+    #: The fields that a kernel takes as arguments, so that its code does not depend on them; `sizes` are such.
+    extents: ClassVar[tuple[str, ...]] = ()
     #: The fields that follow in a label, in order, as far as it has them; `out=` names the output's dtype.
     label_fields: ClassVar[tuple[str, ...]] = ("dtype",)
 

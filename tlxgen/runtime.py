@@ -293,23 +293,33 @@ def select(problem: Problem, gpu: Gpu | None, *, note_miss: bool = True) -> Choi
     if gpu is None:
         return Choice("torch", None, ("no CUDA GPU here: torch computes",))
     passed_over: list[str] = []
-    if gpu.capability != (9, 0):
-        passed_over.append(f"compute capability {gpu.capability[0]}.{gpu.capability[1]} is not Hopper's 9.0")
-    elif not toolchain.has_tlx():
-        passed_over.append("the installed triton has no TLX (see `tlxgen doctor`)")
-    else:
-        record, reason = _stored(problem, gpu, note_miss=note_miss)
-        if record is not None:
-            origin: Origin = "tuned" if record.origin == "measured" else "predicted"
-            return Choice(origin, record.config)
-        passed_over.append(reason)
-        config = default_config(problem, gpu)
-        if config is not None:
-            return Choice("default", config, tuple(passed_over))
+    choice = _on_hopper(problem, gpu, passed_over, note_miss=note_miss)
+    if choice is not None:
+        return choice
+    if not ops.get(problem.operator).proven:
+        passed_over.append(f"{problem.operator} kernels are new: those that were tuned here are used, nothing else")
+        return Choice("torch", None, tuple(passed_over))
     config = vanilla_config(problem, gpu)
     if config is not None and _has_triton():
         return Choice("vanilla", config, tuple(passed_over))
     return Choice("torch", None, (*passed_over, "no plain Triton kernel either: torch computes"))
+
+
+def _on_hopper(problem: Problem, gpu: Gpu, passed_over: list[str], *, note_miss: bool) -> Choice | None:
+    """A stored row or the default; None, with the reasons added, where neither applies."""
+    if gpu.capability != (9, 0):
+        passed_over.append(f"compute capability {gpu.capability[0]}.{gpu.capability[1]} is not Hopper's 9.0")
+        return None
+    if not toolchain.has_tlx():
+        passed_over.append("the installed triton has no TLX (see `tlxgen doctor`)")
+        return None
+    proven = ops.get(problem.operator).proven
+    record, reason = _stored(problem, gpu, note_miss=note_miss)
+    if record is not None and (proven or record.origin == "measured"):
+        return Choice("tuned" if record.origin == "measured" else "predicted", record.config)
+    passed_over.append(reason if record is None else f"the row of {problem.label} was predicted, not measured")
+    config = default_config(problem, gpu)
+    return Choice("default", config, tuple(passed_over)) if config is not None and proven else None
 
 
 def _stored(problem: Problem, gpu: Gpu, *, note_miss: bool) -> tuple[TunedRecord | None, str]:

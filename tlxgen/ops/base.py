@@ -54,6 +54,10 @@ class Operator(ABC, Generic[P]):
     #: Name of the output among the parameters of the emitted `arguments` and `launch`.
     output_name: ClassVar[str]
     problem_type: type[P]
+    #: Registers that a kernel may keep in memory, in bytes a thread; more is not worth timing.
+    allowed_spill_bytes: ClassVar[int] = 0
+    #: Whether its kernels have run on a GPU. Until then only a tuned row, which has passed the gate, is launched.
+    proven: ClassVar[bool] = True
 
     def arguments(
         self, module: ModuleType, inputs: Tensors, output: torch.Tensor, *, num_sms: int, **options: Any

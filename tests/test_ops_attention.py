@@ -1,0 +1,263 @@
+"""Attention: what may be asked for, the reference, and in the simulator the kernels' values where they are special."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tlxgen
+from tlxgen import accuracy, devices, ops
+from tlxgen.candidates import candidates
+from tlxgen.config import Config
+from tlxgen.emit import emit
+from tlxgen.errors import InvalidProblemError
+from tlxgen.ops.attention import AttentionProblem
+from tlxgen.simulator.machine import Machine
+from tlxgen.simulator.program import load
+
+ATTENTION = ops.get("attention")
+H200 = devices.target("h200")
+
+
+def problem(shape: tuple[int, int, int, int], **options: Any) -> AttentionProblem:
+    made = ATTENTION.problem(shape, **options)
+    assert isinstance(made, AttentionProblem)
+    return made
+
+
+class TestProblem:
+    def test_keys_are_as_many_as_queries_unless_said_otherwise(self) -> None:
+        made = problem((2, 8, 100, 64))
+        assert (made.kv_heads, made.kv_len) == (8, 100)
+
+    @pytest.mark.parametrize(
+        ("shape", "options", "said"),
+        [
+            ((1, 6, 8, 64), {"kv_heads": 4}, "no multiple of kv_heads = 4"),
+            ((1, 8, 8, 60), {}, "D"),
+            ((1, 8, 8, 264), {}, "D"),
+            ((1, 8, 8, 0), {}, "D"),
+            ((1, 8, 8, 64), {"window": 5}, "needs causal"),
+            ((1, 8, 8, 64), {"causal": "left"}, "causal"),
+            ((1, 8, 8, 64), {"dtype": "fp32"}, "dtype"),
+            ((1, 8, 8, 64), {"softcap": -1.0}, "softcap"),
+            ((1, 0, 8, 64), {}, "H"),
+        ],
+    )
+    def test_that_makes_no_sense_is_refused_by_name(
+        self, shape: tuple[int, int, int, int], options: dict[str, Any], said: str
+    ) -> None:
+        with pytest.raises(InvalidProblemError, match=said):
+            problem(shape, **options)
+
+    @given(
+        st.integers(1, 4),
+        st.integers(1, 8),
+        st.integers(1, 5000),
+        st.integers(1, 32),
+        st.integers(1, 4),
+        st.integers(1, 5000),
+        st.sampled_from(["none", "bottom-right", "top-left"]),
+        st.integers(0, 300),
+        st.sampled_from([0.0, 30.0]),
+        st.booleans(),
+    )
+    def test_is_known_by_its_label(
+        self, b: int, kv: int, s: int, d: int, group: int, kv_len: int, causal: Any, window: int, cap: float, lse: bool
+    ) -> None:
+        window = window if causal != "none" else 0
+        made = problem(
+            (b, kv * group, s, 8 * d), kv_heads=kv, kv_len=kv_len, causal=causal, window=window, softcap=cap, lse=lse
+        )
+        assert AttentionProblem.from_label(made.label) == made
+
+    @settings(max_examples=60)
+    @given(
+        st.integers(1, 40),
+        st.integers(1, 40),
+        st.sampled_from(["none", "bottom-right", "top-left"]),
+        st.integers(0, 50),
+    )
+    def test_counts_the_pairs_that_see_each_other(self, rows: int, keys: int, causal: Any, window: int) -> None:
+        made = problem((1, 1, rows, 8), kv_len=keys, causal=causal, window=window if causal != "none" else 0)
+        inputs = {"q": torch.zeros(1, 1, rows, 8), "k": torch.zeros(1, 1, keys, 8), "v": torch.eye(keys, 8)[None, None]}
+        # With equal scores a row that sees n keys gives each of them 1 / n.
+        identity = made.model_copy(update={"D": 8})
+        seen = 0
+        for first in range(0, keys, 8):
+            values = torch.zeros(1, 1, keys, 8)
+            for i in range(first, min(first + 8, keys)):
+                values[0, 0, i, i - first] = 1.0
+            seen += int((ATTENTION.reference(identity, {**inputs, "v": values}) > 0).sum())
+        assert ATTENTION.flops(made) == 4.0 * 8 * seen
+
+
+class TestReference:
+    @pytest.mark.parametrize("causal", ["none", "top-left"])
+    def test_is_torchs(self, causal: Any) -> None:
+        made = problem((2, 4, 33, 16), kv_heads=2, kv_len=33, causal=causal)
+        inputs = ATTENTION.inputs(made, "cpu", 0)
+        q, k, v = (inputs[name].double() for name in ("q", "k", "v"))
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal != "none", enable_gqa=True
+        )
+        torch.testing.assert_close(ATTENTION.reference(made, inputs), expected)
+
+    @pytest.mark.parametrize("options", [{}, {"causal": "bottom-right", "window": 9}, {"softcap": 5.0}])
+    def test_and_the_peer_agree_within_rounding(self, options: dict[str, Any]) -> None:
+        made = problem((1, 2, 40, 32), kv_len=25, **options)
+        inputs = ATTENTION.inputs(made, "cpu", 1)
+        assert accuracy.error(ATTENTION.eager(made, inputs), ATTENTION.reference(made, inputs)).norm < 5e-3
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a kernel in the simulator."""
+
+    problem: AttentionProblem
+    config: Config
+    inputs: dict[str, Any]
+
+    def run(self, num_sms: int = 2) -> torch.Tensor:
+        source = emit(ATTENTION, self.problem, self.config)
+        program = load(source.file_name, source.text)
+        out = torch.full_like(self.inputs["q"], float("nan"))
+        refusal = ATTENTION.launchable(self.problem, self.config, self.inputs, out)
+        assert refusal is None, refusal
+        assert ATTENTION.check_call(self.problem, self.inputs) is None
+        module: Any = SimpleNamespace(arguments=program["arguments"])
+        grid, args = ATTENTION.arguments(module, self.inputs, out, num_sms=num_sms)
+        machine = Machine(frozenset(), seed=1)
+        program["kernel"].launch(machine, grid, args, program["OPTIONS"])
+        assert not machine.findings, machine.findings[0]
+        return out
+
+    def check(self) -> torch.Tensor:
+        out = self.run()
+        reference = ATTENTION.reference(self.problem, self.inputs)
+        reason = accuracy.why_wrong(out, reference, ATTENTION.eager(self.problem, self.inputs))
+        assert reason is None, reason
+        return out
+
+
+def call(template: str, shape: tuple[int, int, int, int], seed: int = 0, **options: Any) -> Call:
+    made = problem(shape, **options)
+    return Call(made, candidates(made, H200, (template,))[0], dict(ATTENTION.inputs(made, "cpu", seed)))
+
+
+@pytest.mark.parametrize("template", ATTENTION.templates)
+class TestKernels:
+    """In the simulator: the values that a shape or a number out of the ordinary should give."""
+
+    def test_lengths_just_beside_a_tile_are_as_exact_as_others(self, template: str) -> None:
+        for length in (127, 128, 129):
+            call(template, (1, 1, length, 64), causal="bottom-right").check()
+
+    def test_rows_that_see_nothing_give_zero_and_minus_infinity(self, template: str) -> None:
+        one = call(template, (1, 1, 200, 64), kv_len=70, causal="bottom-right", lse=True)
+        out = one.check()
+        assert torch.equal(out[0, 0, :130], torch.zeros(130, 64, dtype=out.dtype))
+        assert torch.isneginf(one.inputs["lse"][0, 0, :130]).all()
+        assert torch.isfinite(one.inputs["lse"][0, 0, 130:]).all()
+
+    @pytest.mark.parametrize("options", [{}, {"causal": "top-left", "window": 33}, {"softcap": 10.0}])
+    def test_the_log_sum_exp_is_that_of_the_scores(self, template: str, options: dict[str, Any]) -> None:
+        one = call(template, (1, 2, 70, 64), kv_heads=1, lse=True, **options)
+        one.run()
+        q, k = one.inputs["q"].double(), one.inputs["k"].double().repeat_interleave(2, 1)
+        scores = q @ k.transpose(2, 3) / 8.0
+        if one.problem.softcap:
+            scores = one.problem.softcap * torch.tanh(scores / one.problem.softcap)
+        rows, keys = torch.arange(70)[:, None], torch.arange(70)[None, :]
+        if one.problem.causal != "none":
+            scores = scores.masked_fill((keys > rows) | (keys <= rows - 33), float("-inf"))
+        expected = torch.logsumexp(scores, 3).float()
+        torch.testing.assert_close(one.inputs["lse"], expected, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("scale", [0.5, -0.3, 0.0])
+    def test_the_scale_is_any_number(self, template: str, scale: float) -> None:
+        one = call(template, (1, 1, 70, 64), kv_len=90, causal="bottom-right")
+        one.inputs["scale"] = scale
+        one.check()
+
+    def test_what_lies_behind_the_keys_never_shows(self, template: str) -> None:
+        """A longer buffer of keys and values whose rest is NaN: the kernel is given the part in use."""
+        one = call(template, (1, 2, 40, 64), kv_heads=1, kv_len=75)
+        for name in ("k", "v"):
+            longer = torch.full((1, 1, 160, 64), float("nan"), dtype=one.inputs[name].dtype)
+            longer[:, :, :75] = one.inputs[name]
+            one.inputs[name] = longer[:, :, :75]
+        one.check()
+
+    def test_heads_may_lie_between_rows(self, template: str) -> None:
+        """(B, S, H, D) in memory, seen as (B, H, S, D)."""
+        one = call(template, (2, 3, 80, 64), causal="bottom-right")
+        for name in ("q", "k", "v"):
+            one.inputs[name] = one.inputs[name].transpose(1, 2).contiguous().transpose(1, 2)
+        one.check()
+
+    @pytest.mark.parametrize("head", [8, 96, 200, 256])
+    def test_every_head_dimension_up_to_256_has_a_kernel(self, template: str, head: int) -> None:
+        call(template, (1, 1, 70, head), kv_len=130, causal="bottom-right").check()
+
+    def test_large_scores_overflow_nothing(self, template: str) -> None:
+        one = call(template, (1, 1, 70, 64), kv_len=200)
+        one.inputs["k"] = one.inputs["k"] * 100
+        one.check()
+
+    def test_growing_scores_keep_their_weights(self, template: str) -> None:
+        one = call(template, (1, 1, 70, 64), kv_len=400)
+        one.inputs["k"] = one.inputs["k"] * torch.linspace(6.0, 0.1, 400)[None, None, :, None].to(torch.bfloat16)
+        one.check()
+
+
+class TestWithoutGpu:
+    def test_torch_gives_the_log_sum_exp_too(self) -> None:
+        made = problem((1, 2, 30, 16), kv_len=20, causal="bottom-right", lse=True)
+        inputs = dict(ATTENTION.inputs(made, "cpu", 0))
+        inputs["lse"].fill_(float("nan"))
+        with pytest.warns(tlxgen.FallbackWarning):
+            kernel = tlxgen.get_kernel("attention", made)
+        out = kernel(inputs["q"], inputs["k"], inputs["v"], lse=inputs["lse"])
+        scores = inputs["q"].double() @ inputs["k"].double().transpose(2, 3) / 4.0
+        seen = torch.ones(30, 20, dtype=torch.bool).tril(-10)
+        expected = torch.logsumexp(scores.masked_fill(~seen, float("-inf")), 3).float()
+        torch.testing.assert_close(inputs["lse"], expected, rtol=1e-3, atol=1e-3)
+        assert torch.equal(out[:, :, :10], torch.zeros_like(out[:, :, :10]))
+
+    def test_the_scale_may_be_given(self) -> None:
+        made = problem((1, 1, 9, 16))
+        q, k, v = (ATTENTION.inputs(made, "cpu", 0)[name] for name in ("q", "k", "v"))
+        with pytest.warns(tlxgen.FallbackWarning):
+            kernel = tlxgen.get_kernel("attention", made)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=2.0)
+        torch.testing.assert_close(kernel(q, k, v, scale=2.0), expected)
+
+
+class TestCall:
+    def test_names_what_does_not_fit(self) -> None:
+        made = problem((1, 2, 8, 64), lse=True)
+        inputs = ATTENTION.inputs(made, "cpu", 0)
+        assert ATTENTION.check_call(made, inputs) is None
+        assert "v has shape" in str(ATTENTION.check_call(made, {**inputs, "v": inputs["v"][:, :1]}))
+        assert "lse is missing" in str(ATTENTION.check_call(made, {k: v for k, v in inputs.items() if k != "lse"}))
+        number: Any = float("nan")
+        assert "finite" in str(ATTENTION.check_call(made, {**inputs, "scale": number}))
+        assert "mask is not a parameter" in str(ATTENTION.check_call(made, {**inputs, "mask": inputs["q"]}))
+
+    def test_tensors_that_tma_cannot_take_are_for_plain_triton(self) -> None:
+        made = problem((1, 2, 8, 64))
+        inputs = ATTENTION.inputs(made, "cpu", 0)
+        odd = torch.empty(1, 2, 8, 65, dtype=torch.bfloat16)[..., :64]
+        tma, vanilla = (candidates(made, H200, (template,))[0] for template in ATTENTION.templates)
+        out = torch.empty_like(inputs["q"])
+        assert "aligned for TMA" in str(ATTENTION.launchable(made, tma, {**inputs, "k": odd}, out))
+        assert ATTENTION.launchable(made, vanilla, {**inputs, "k": odd}, out) is None
+        turned = inputs["q"].transpose(2, 3).contiguous().transpose(2, 3)
+        assert "unit strides" in str(ATTENTION.launchable(made, vanilla, {**inputs, "q": turned}, out))

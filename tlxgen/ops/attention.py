@@ -1,0 +1,371 @@
+"""Scaled dot-product attention, forward.
+
+out (B, H, S, D) = softmax(scale · q kᵀ + mask) v, with k and v (B, KV heads, KV length, D); each KV head serves
+H / KV heads heads of q. A row that sees no key gives 0, and minus infinity as its log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tlxgen import model
+from tlxgen.config import Config, Value
+from tlxgen.devices import Gpu, Hopper
+from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors
+from tlxgen.problem import ITEM_BYTES, Problem, dtype_name, parse_problem, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+Causal = Literal["none", "bottom-right", "top-left"]
+
+_LARGEST_HEAD = 256
+_WG_M = 64  # rows of one consumer warp group
+_ROW_CHUNK = 1024  # rows of the reference at a time
+
+#: setmaxnreg of each consumer warp group, by their number (`tlxgen.ops.gemm`).
+_REGISTERS = {2: 240, 3: 160}
+
+
+class AttentionProblem(Problem):
+    """Attention of q (B, H, S, D) to k and v (B, kv_heads, kv_len, D).
+
+    `causal` says where the diagonal ends: `bottom-right`, as FlashAttention has it, lets the last row see all keys;
+    `top-left` lets the first row see the first key. `window` is the number of keys that a row of a causal problem sees,
+    itself included; 0 for all. `softcap` squeezes scores to softcap · tanh(score / softcap); 0 for none. With `lse`
+    the kernel also writes each row's log-sum-exp. The scale is an argument of the call.
+    """
+
+    operator: ClassVar[str] = "attention"
+    sizes: ClassVar[tuple[str, ...]] = ("B", "H", "S", "D")
+    extents: ClassVar[tuple[str, ...]] = ("kv_heads", "kv_len")
+
+    B: int = Field(ge=0, le=2**20)
+    H: int = Field(ge=1, le=2**12)
+    S: int = Field(ge=0, le=2**24)
+    D: int = Field(ge=8, le=_LARGEST_HEAD, multiple_of=8)
+    kv_heads: int = Field(ge=1)
+    kv_len: int = Field(ge=0, le=2**24)
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    causal: Causal = "none"
+    window: int = Field(default=0, ge=0)
+    softcap: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    lse: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_like_queries(cls, data: dict[str, Any]) -> dict[str, Any]:
+        data = dict(data)
+        for name, default in (("kv_heads", "H"), ("kv_len", "S")):
+            if data.get(name) is None and default in data:
+                data[name] = data[default]
+        return data
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _short_name(cls, value: Any) -> Any:
+        return dtype_name(value)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AttentionProblem:
+        if self.H % self.kv_heads:
+            raise ValueError(f"H = {self.H} is no multiple of kv_heads = {self.kv_heads}")
+        if self.window and self.causal == "none":
+            raise ValueError(f"window = {self.window} needs causal: it counts keys back from the diagonal")
+        return self
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute, or nothing to attend to."""
+        return not (self.B and self.S and self.kv_len)
+
+    @property
+    def label(self) -> str:
+        """As on the command line, with what differs from the defaults: `attention 4 32 4096 128 bf16 window=1024`."""
+        words = ["attention", self.B, self.H, self.S, self.D, self.dtype]
+        words += [f"kv_heads={self.kv_heads}"] if self.kv_heads != self.H else []
+        words += [f"kv_len={self.kv_len}"] if self.kv_len != self.S else []
+        words += [f"causal={self.causal}"] if self.causal != "none" else []
+        words += [f"window={self.window}"] if self.window else []
+        words += [f"softcap={self.softcap}"] if self.softcap else []
+        words += ["lse=1"] if self.lse else []
+        return " ".join(map(str, words))
+
+    @classmethod
+    def from_label(cls, label: str) -> AttentionProblem:
+        """See `Problem.from_label`."""
+        words = label.split()[1:]
+        fields: dict[str, Any] = {"dtype": words[4] if len(words) > 4 else "bf16"}
+        for word in words[5:]:
+            name, _, value = word.partition("=")
+            fields[name] = value if name == "causal" else float(value) if name == "softcap" else int(value)
+        if "lse" in fields:
+            fields["lse"] = bool(fields["lse"])
+        return parse_problem(cls, [int(word) if word.isdecimal() else word for word in words[:4]], fields)
+
+    @property
+    def diagonal(self) -> int:
+        """Row i of a causal problem sees keys up to i + this."""
+        return self.kv_len - self.S if self.causal == "bottom-right" else 0
+
+
+class Attention(Operator[AttentionProblem]):
+    """The attention operator."""
+
+    name = "attention"
+    templates = ("attention_tma", "attention_vanilla")
+    peer = "sdpa"
+    inputs_in_order = ("q", "k", "v")
+    output_name = "out"
+    problem_type = AttentionProblem
+    allowed_spill_bytes = 128  # mostly of the load role, which has 24 registers
+    proven = False
+
+    def problem(self, shape: AttentionProblem | Sequence[int] | Mapping[str, Any], **options: Any) -> AttentionProblem:
+        """See `Operator.problem`."""
+        return parse_problem(AttentionProblem, shape, options)
+
+    def variables(self, problem: AttentionProblem) -> dict[str, Value]:
+        """See `Operator.variables`."""
+        names = ("B", "H", "S", "D", "kv_len", "causal", "window")
+        return {**{name: getattr(problem, name) for name in names}, "head": _padded(problem.D)}
+
+    def resources(self, problem: AttentionProblem, config: Config) -> Resources:
+        """See `Operator.resources`: tiles of Q, the rings of K and V, the staging of the output, barriers."""
+        p, head, item = config.params, _padded(problem.D), ITEM_BYTES[problem.dtype]
+        block_n = int(p["block_n"])
+        if config.template == "attention_vanilla":
+            threads = 32 * int(p["num_warps"])
+            tiles = (int(p["block_m"]) + 2 * int(p["num_stages"]) * block_n) * head * item
+            return Resources(tiles + 1024, 0, threads, int(p["block_m"]) * head // threads)
+        consumers, q_stages, kv_stages = (int(p[name]) for name in ("consumers", "q_stages", "kv_stages"))
+        rows = consumers * _WG_M
+        staging = rows * head * item if p["staging"] == "own" else 0
+        barriers = 2 * q_stages * consumers + 4 * kv_stages
+        tiles = (q_stages * rows + 2 * kv_stages * block_n) * head * item
+        return Resources(
+            shared_bytes=tiles + staging + 8 * barriers + 1024,
+            mbarriers=barriers,
+            threads=(1 + consumers) * Hopper.WARP_GROUP_THREADS,
+            accumulator_registers=(head + block_n) * _WG_M // Hopper.WARP_GROUP_THREADS,
+        )
+
+    def template_context(self, problem: AttentionProblem, config: Config) -> dict[str, Any]:
+        """See `Operator.template_context`."""
+        p, head = config.params, _padded(problem.D)
+        context: dict[str, Any] = {
+            "torch_dtype": str(torch_dtype(problem.dtype)).removeprefix("torch."),
+            "head": head,
+            "causal": problem.causal != "none",
+            "bottom_right": problem.causal == "bottom-right",
+            "window": problem.window > 0,
+            "softcap": problem.softcap > 0,
+            "has_lse": problem.lse,
+            "hopper": config.template != "attention_vanilla",
+        }
+        if config.template == "attention_tma":
+            consumers, item = int(p["consumers"]), ITEM_BYTES[problem.dtype]
+            context |= {
+                "block_m": consumers * _WG_M,
+                "registers": _REGISTERS[consumers],
+                "own_staging": p["staging"] == "own",
+                "lane_sums": p["sums"] == "lanes",
+                "q_bytes": _WG_M * head * item,
+                "kv_bytes": int(p["block_n"]) * head * item,
+                "turn": 9,  # named barriers 0 to 8 belong to the compiler
+            }
+        return context
+
+    def small_cases(self, problem: AttentionProblem, config: Config) -> Sequence[Case[AttentionProblem]]:
+        """One tile; one, two and many blocks of keys; tails; more rows than keys; heads that share; several CTAs."""
+        p = config.params
+        m = int(p["consumers"]) * _WG_M if "consumers" in p else int(p["block_m"])
+        n, kv = int(p["block_n"]), int(p.get("kv_stages", 2))
+        group = problem.H // problem.kv_heads
+        shapes = [
+            (1, 1, m, n, 1),
+            (1, 1, 1, 1, 1),
+            (1, 1, m + 8, (kv + 1) * n + 5, 1),
+            (1, 2, 2 * m + 3, 2 * n - 7, 1),
+            (2, 1, m - 5, n + 1, 2),
+            (1, 1, 2 * m, max(1, n // 2), 1),
+        ]
+        cases = []
+        for batch, kv_heads, rows, keys, num_sms in shapes:
+            sizes = {"B": batch, "H": kv_heads * min(group, 2), "kv_heads": kv_heads, "S": rows, "kv_len": keys}
+            cases.append(Case(problem.model_copy(update=sizes), num_sms))
+        return cases
+
+    def flops(self, problem: AttentionProblem) -> float:
+        """Two products, over the pairs of row and key that see each other."""
+        return 4.0 * problem.B * problem.H * problem.D * _pairs(problem)
+
+    def bytes_moved(self, problem: AttentionProblem) -> float:
+        """q, out, k and v, once each."""
+        rows, keys = problem.B * problem.H * problem.S, problem.B * problem.kv_heads * problem.kv_len
+        return float(2 * (rows + keys) * problem.D * ITEM_BYTES[problem.dtype])
+
+    def predict_us(self, problem: AttentionProblem, config: Config, gpu: Gpu) -> float:
+        """See `tlxgen.model.attention_us`."""
+        return model.attention_us(problem, config, gpu, self.flops(problem), self.bytes_moved(problem))
+
+    def inputs(self, problem: AttentionProblem, device: torch.device | str, seed: int) -> Tensors:
+        """Random q, k, v, and room for the log-sum-exp if it is asked for."""
+        import torch
+
+        dtype, normal = torch_dtype(problem.dtype), normal_tensors(device, seed)
+        keys = (problem.B, problem.kv_heads, problem.kv_len, problem.D)
+        tensors = {"q": normal((problem.B, problem.H, problem.S, problem.D), dtype)}
+        tensors |= {name: normal(keys, dtype) for name in ("k", "v")}
+        if problem.lse:
+            tensors["lse"] = torch.empty(problem.B, problem.H, problem.S, dtype=torch.float32, device=device)
+        return tensors
+
+    def output_like(self, problem: AttentionProblem) -> tuple[tuple[int, ...], torch.dtype]:
+        """See `Operator.output_like`."""
+        return (problem.B, problem.H, problem.S, problem.D), torch_dtype(problem.dtype)
+
+    def reference(self, problem: AttentionProblem, inputs: Tensors) -> torch.Tensor:
+        """The result in float64."""
+        import torch
+
+        q, k, v = (inputs[name].double() for name in self.inputs_in_order)
+        out = torch.empty_like(q)
+        group = problem.H // problem.kv_heads
+        for batch in range(problem.B):
+            for head in range(problem.H):
+                keys, values = k[batch, head // group], v[batch, head // group]
+                for first in range(0, problem.S, _ROW_CHUNK):
+                    rows = slice(first, min(problem.S, first + _ROW_CHUNK))
+                    scores = q[batch, head, rows] @ keys.T * _scale(problem, inputs)
+                    out[batch, head, rows] = _softmax(_scores(problem, scores, first)) @ values
+        return out
+
+    def eager(self, problem: AttentionProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`scaled_dot_product_attention`, or its steps in the problem's dtype where it has no argument for them."""
+        import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+        q, k, v = (inputs[name] for name in self.inputs_in_order)
+        scale, group = _scale(problem, inputs), problem.H // problem.kv_heads
+        if problem.lse:
+            _write_log_sum_exp(problem, inputs)
+        square = problem.causal == "none" or (not problem.window and problem.diagonal == 0)
+        if square and not problem.softcap:
+            result = F.scaled_dot_product_attention(
+                q, k, v, is_causal=problem.causal != "none", scale=scale, enable_gqa=group > 1
+            )
+        else:
+            scores = _scores(problem, (q @ k.repeat_interleave(group, 1).transpose(2, 3)).float() * scale, 0)
+            result = _softmax(scores).to(q.dtype) @ v.repeat_interleave(group, 1)
+        return result if out is None else out.copy_(result)
+
+    def check_call(self, problem: AttentionProblem, tensors: Tensors) -> str | None:
+        """See `Operator.check_call`."""
+        import torch
+
+        keys = (problem.B, problem.kv_heads, problem.kv_len, problem.D)
+        shapes: dict[str, tuple[int, ...]] = {"q": (problem.B, problem.H, problem.S, problem.D), "k": keys, "v": keys}
+        dtypes = dict.fromkeys(shapes, torch_dtype(problem.dtype))
+        if problem.lse:
+            shapes["lse"], dtypes["lse"] = shapes["q"][:3], torch.float32
+        for name, shape in shapes.items():
+            tensor = tensors.get(name)
+            if tensor is None:
+                return f"{name} is missing"
+            if tuple(tensor.shape) != shape or tensor.dtype != dtypes[name]:
+                found = f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+                return f"{name} has {found}; the kernel is for {shape} and {dtypes[name]}"
+        scale: Any = tensors.get("scale")
+        if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
+            return f"scale is {scale!r}; it must be a finite number"
+        surplus = sorted(set(tensors) - {*shapes, "scale"})
+        return f"{surplus[0]} is not a parameter" if surplus else None
+
+    def launchable(self, problem: AttentionProblem, config: Config, tensors: Tensors, out: torch.Tensor) -> str | None:
+        """See `Operator.launchable`: D contiguous, and what TMA asks of base addresses and the other strides."""
+        lse = tensors.get("lse")
+        if lse is not None and not lse.is_contiguous():
+            return "lse is not contiguous"
+        for name, tensor in (*((name, tensors[name]) for name in self.inputs_in_order), ("out", out)):
+            if tensor.stride(3) != 1:
+                return f"{name} has stride {tensor.stride(3)} along the head dimension; the kernel reads unit strides"
+            if config.template != "attention_tma":
+                continue
+            pitches = [stride * tensor.element_size() for stride in tensor.stride()[:3]]
+            if tensor.data_ptr() % Hopper.TMA_ALIGNMENT or any(p % Hopper.TMA_ALIGNMENT or p <= 0 for p in pitches):
+                return (
+                    f"{name} is not aligned for TMA: base address and strides {pitches} (bytes) must be multiples of 16"
+                )
+        return None
+
+
+def _padded(head_dim: int) -> int:
+    """The head dimension in shared memory: a power of two, and as wide as one wgmma wants."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def _scale(problem: AttentionProblem, inputs: Tensors) -> float:
+    given: Any = inputs.get("scale")
+    return problem.D**-0.5 if given is None else float(given)
+
+
+def _scores(problem: AttentionProblem, scores: torch.Tensor, first_row: int) -> torch.Tensor:
+    """Scaled scores (..., rows, keys), capped, with minus infinity where a row does not see a key."""
+    import torch
+
+    if problem.softcap:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    if problem.causal == "none":
+        return scores
+    rows = torch.arange(first_row, first_row + scores.shape[-2], device=scores.device)[:, None] + problem.diagonal
+    keys = torch.arange(problem.kv_len, device=scores.device)[None, :]
+    hidden = keys > rows
+    if problem.window:
+        hidden = hidden | (keys <= rows - problem.window)
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+def _softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Probabilities; rows that see nothing get zeros."""
+    import torch
+
+    blind = torch.isneginf(scores).all(-1, keepdim=True)
+    return torch.softmax(scores, -1).masked_fill(blind, 0.0)
+
+
+def _write_log_sum_exp(problem: AttentionProblem, inputs: Tensors) -> None:
+    """Fills the buffer that the call brought, a chunk of rows at a time."""
+    import torch
+
+    q, lse = inputs["q"], inputs["lse"]
+    keys = inputs["k"].repeat_interleave(problem.H // problem.kv_heads, 1).float().transpose(2, 3)
+    for first in range(0, problem.S, _ROW_CHUNK):
+        rows = slice(first, min(problem.S, first + _ROW_CHUNK))
+        scores = _scores(problem, q[:, :, rows].float() @ keys * _scale(problem, inputs), first)
+        lse[:, :, rows] = torch.logsumexp(scores, -1)
+
+
+def _pairs(problem: AttentionProblem) -> float:
+    """Pairs of row and key that see each other."""
+    if problem.causal == "none":
+        return float(problem.S) * problem.kv_len
+    # Row i sees the keys below i + diagonal + 1, without those that the window has left behind.
+    low, high = problem.diagonal, problem.diagonal + problem.S
+    behind = problem.window or high + problem.kv_len
+    seen = _ramp(high, problem.kv_len) - _ramp(low, problem.kv_len)
+    return seen - (_ramp(high - behind, problem.kv_len) - _ramp(low - behind, problem.kv_len))
+
+
+def _ramp(count: int, most: int) -> float:
+    """Sum of min(i, most) over i from 1 to count."""
+    if count <= 0:
+        return 0.0
+    rising = min(count, most)
+    return rising * (rising + 1) / 2 + float(count - rising) * most
+
+
+OPERATOR = Attention()
