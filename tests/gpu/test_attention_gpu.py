@@ -1,0 +1,93 @@
+"""Attention's kernels give the right result on the card: masks, lengths, heads, dtypes, and the log-sum-exp."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tlxgen import devices, ops
+from tlxgen.candidates import candidates
+from tlxgen.compile_pool import CompilePool
+from tlxgen.config import Config
+from tlxgen.emit import emit
+from tlxgen.errors import CompileError
+from tlxgen.launch import Launcher
+from tlxgen.loader import load
+from tlxgen.ops.attention import AttentionProblem
+from tlxgen.process import Child
+from tlxgen.trials import Card
+
+pytestmark = pytest.mark.gpu
+
+ATTENTION = ops.get("attention")
+H200 = devices.target("h200")
+
+PROBLEMS: list[AttentionProblem] = [
+    *(ATTENTION.problem((2, 4, 1000, head), kv_heads=2) for head in (8, 64, 96, 128, 256)),
+    *(ATTENTION.problem((2, 4, 1000, head), causal="bottom-right") for head in (64, 128, 256)),
+    ATTENTION.problem((1, 3, 1, 64)),
+    ATTENTION.problem((2, 2, 1, 128), kv_len=4096),
+    ATTENTION.problem((1, 2, 4095, 128), causal="bottom-right", dtype="fp16"),
+    ATTENTION.problem((3, 8, 1000, 64), kv_len=1777, causal="bottom-right"),
+    ATTENTION.problem((1, 2, 1777, 64), kv_len=1000, causal="bottom-right"),
+    ATTENTION.problem((1, 2, 900, 128), kv_len=700, causal="top-left", window=200),
+    ATTENTION.problem((1, 4, 1500, 128), kv_heads=1, causal="bottom-right", window=256, softcap=30.0),
+]
+
+
+def sample(problem: AttentionProblem) -> list[Config]:
+    """Two configs of each template."""
+    rng = random.Random(problem.label)
+    chosen = []
+    for template in ATTENTION.templates:
+        legal = candidates(problem, H200, (template,))
+        chosen += rng.sample(legal, min(2, len(legal)))
+    return chosen
+
+
+CASES = [(problem, config) for problem in PROBLEMS for config in sample(problem)]
+
+
+@pytest.fixture(scope="session")
+def rejected() -> set[tuple[AttentionProblem, Config]]:
+    """What the compiler made no good binary of; those are never launched."""
+    with CompilePool((9, 0)) as pool:
+        futures = {case: pool.submit(emit(ATTENTION, *case)) for case in CASES}
+        return {case for case, future in futures.items() if isinstance(future.exception(), CompileError)}
+
+
+@pytest.fixture(scope="session")
+def child() -> Iterator[Child]:
+    """The process that owns the card."""
+    child = Child()
+    yield child
+    child.kill()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].label} {case[1].short}")
+def test_result_is_as_good_as_the_library(
+    case: tuple[AttentionProblem, Config], child: Child, rejected: set[tuple[AttentionProblem, Config]]
+) -> None:
+    if case in rejected:
+        pytest.skip("the compiler spills")
+    problem, config = case
+    card = Card("attention", problem, seed=11, child=child)
+    card.setup()
+    verdict = card.gate("candidate", emit(ATTENTION, problem, config))
+    assert verdict.status == "ok", verdict.message
+
+
+@pytest.mark.parametrize("template", ATTENTION.templates)
+def test_the_log_sum_exp_is_that_of_the_scores(template: str) -> None:
+    problem = ATTENTION.problem((2, 4, 300, 64), kv_heads=2, kv_len=200, causal="bottom-right", lse=True)
+    inputs = ATTENTION.inputs(problem, "cuda", 0)
+    out = ATTENTION.output(problem, inputs)
+    module = load(emit(ATTENTION, problem, candidates(problem, H200, (template,))[0]))
+    grid, args = ATTENTION.arguments(module, inputs, out, num_sms=132)
+    Launcher(module, args, torch.cuda.get_device_capability())(grid, torch.cuda.current_stream().cuda_stream, args)
+    found = inputs["lse"].clone()
+    ATTENTION.eager(problem, inputs)  # writes torch's own
+    torch.testing.assert_close(found, inputs["lse"], rtol=1e-3, atol=1e-3)
