@@ -212,7 +212,7 @@ class TestRing:
     def test_whose_bytes_are_counted_wrongly(self, size: int) -> None:
         case = RING.but("16 * 64 * 4", str(size))
         case.finds("wrong_byte_count", saying="bytes")
-        case.finds("deadlock", saying="waits for phase 0 of full[0]")
+        case.finds("deadlock", saying="waits for parity 0 of full[0]")
 
     def test_whose_producer_stops_a_tile_short(self) -> None:
         case = RING.but(
@@ -258,10 +258,10 @@ class TestDeadlock:
             wait_empty, wait_full = self.STUCK.line("wait empty"), self.STUCK.line("wait full")
             allocated = self.STUCK.line("empty")
             assert (
-                f"default line {wait_empty}: waits for phase 0 of empty[1] (allocated in line {allocated}; "
+                f"default line {wait_empty}: waits for parity 0 of empty[1] (allocated in line {allocated}; "
                 "phase 0 is under way with 0 of 1 arrivals and 0 bytes missing)"
             ) in finding.message
-            assert f"{CONSUMER} line {wait_full}: waits for phase 1 of full[1]" in finding.message
+            assert f"{CONSUMER} line {wait_full}: waits for parity 1 of full[1]" in finding.message
 
     def test_says_who_came_to_the_barrier_before(self) -> None:
         for finding in self.STUCK.finds("deadlock"):

@@ -375,7 +375,7 @@ class Machine:
         self.block(
             Wait(
                 lambda: barrier.phases.passes(parity),
-                lambda: f"waits for phase {parity} of {barrier.describe()}",
+                lambda: f"waits for parity {parity} of {barrier.describe()}",
                 lambda: tuple(barrier.partners),
                 barrier,
             )
