@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tlxgen.accuracy import error, why_wrong
+from tlxgen.accuracy import error, why_far, why_wrong
 
 NAN, INF = math.nan, math.inf
 
@@ -185,3 +185,25 @@ class TestErrors:
         reference = torch.tensor([INF, 3.0, 4.0, NAN], dtype=torch.float64)
         found = error(torch.tensor([INF, 3.0, 4.5, NAN]), reference)
         assert found.norm == pytest.approx(0.5 / 5)
+
+
+class TestWithoutALibrary:
+    """What no library gives for comparison is bounded by a tolerance."""
+
+    REFERENCE = torch.tensor([1.0, 2.0, float("-inf")], dtype=torch.float64)
+
+    def test_rounding_is_right(self) -> None:
+        assert why_far(self.REFERENCE.float(), self.REFERENCE, 1e-6) is None
+
+    def test_an_error_beyond_the_tolerance_is_named(self) -> None:
+        off = self.REFERENCE.float() + torch.tensor([0.0, 1e-3, 0.0])
+        assert "largest error 1.00e-03" in str(why_far(off, self.REFERENCE, 1e-4))
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+    def test_infinities_must_stand_where_they_belong(self, value: float) -> None:
+        wrong = self.REFERENCE.float()
+        wrong[2] = value
+        assert why_far(wrong, self.REFERENCE, 1e-4) is not None
+
+    def test_nothing_is_right(self) -> None:
+        assert why_far(torch.empty(0), torch.empty(0, dtype=torch.float64), 1e-4) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from tlxgen.config import Config
 from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError
 from tlxgen.ops.attention import AttentionProblem
+from tlxgen.simulator.check import check
 from tlxgen.simulator.machine import Machine
 from tlxgen.simulator.program import load
 
@@ -261,3 +262,15 @@ class TestCall:
         assert ATTENTION.launchable(made, vanilla, {**inputs, "k": odd}, out) is None
         turned = inputs["q"].transpose(2, 3).contiguous().transpose(2, 3)
         assert "unit strides" in str(ATTENTION.launchable(made, vanilla, {**inputs, "q": turned}, out))
+
+
+@pytest.mark.parametrize("template", ATTENTION.templates)
+def test_a_wrong_log_sum_exp_is_found_though_the_output_is_right(template: str) -> None:
+    made = problem((1, 2, 500, 64), causal="bottom-right", lse=True)
+    source = emit(ATTENTION, made, candidates(made, H200, (template,))[0])
+    ln2 = "0.6931471805599453"
+    assert ln2 in source.text
+    assert check(source, 1).clean
+    (finding,) = check(replace(source, text=source.text.replace(ln2, "0.69")), 1).findings
+    assert finding.kind == "wrong_result"
+    assert "lse: largest error" in finding.message

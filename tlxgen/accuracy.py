@@ -52,13 +52,10 @@ def why_wrong(result: torch.Tensor, reference: torch.Tensor, library: torch.Tens
         reference: the result in float64, rounded to nothing.
         library: the peer's result in the output dtype, which sets the bound.
     """
-    import torch
-
     expected = reference.to(result.dtype)  # values beyond the dtype's range become infinities there too
-    for name, kind in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
-        wrong = int((kind(result) != kind(expected)).sum())
-        if wrong:
-            return f"{wrong} of {result.numel()} elements are {name} or not, unlike the reference"
+    reason = _why_unlike(result, expected)
+    if reason:
+        return reason
     found, bound = error(result, reference), error(library, reference)
     rounding = error(expected, reference)
     norm_bound = max(NORM_MARGIN * bound.norm, EXACT_MARGIN * rounding.norm)
@@ -69,4 +66,35 @@ def why_wrong(result: torch.Tensor, reference: torch.Tensor, library: torch.Tens
         return (
             f"largest error {found.largest:.2e} exceeds {largest_bound:.2e} (the library's own is {bound.largest:.2e})"
         )
+    return None
+
+
+def why_far(result: torch.Tensor, reference: torch.Tensor, tolerance: float) -> str | None:
+    """Why a result that no library gives for comparison is wrong, or None.
+
+    Args:
+        result: what the kernel wrote, over NaN.
+        reference: the same in float64.
+        tolerance: the largest error that counts as rounding, over the reference's largest element (at least 1).
+    """
+    import torch
+
+    reason = _why_unlike(result, reference)
+    if reason:
+        return reason
+    finite = torch.isfinite(reference)
+    found, known = result.double()[finite], reference[finite]
+    largest = (found - known).abs().max().item() if known.numel() else 0.0
+    bound = tolerance * max(1.0, known.abs().max().item()) if known.numel() else tolerance
+    return f"largest error {largest:.2e} exceeds {bound:.2e}" if largest > bound else None
+
+
+def _why_unlike(result: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """Infinities and NaNs where the reference has others."""
+    import torch
+
+    for name, kind in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
+        wrong = int((kind(result) != kind(expected)).sum())
+        if wrong:
+            return f"{wrong} of {result.numel()} elements are {name} or not, unlike the reference"
     return None

@@ -84,6 +84,7 @@ class Session:
     sets: list[tuple[dict[str, Any], Any]]
     reference: Any
     library: Any
+    beside: dict[str, Any]  #: references of what candidates write into tensors that the call brings
     guarded: Any
     num_sms: int
     capability: tuple[int, int]
@@ -152,7 +153,10 @@ class Setup:
         guarded = torch.full((output.numel() + 2 * _GUARD,), _GUARD_VALUE, dtype=output.dtype, device="cuda")
         library = operator.eager(self.problem, inputs, torch.empty_like(output)).clone()
         reference = operator.reference(self.problem, inputs)
-        _session = Session(operator, self.problem, sets, reference, library, guarded, gpu.sm_count, gpu.capability)
+        beside = operator.side_outputs(self.problem, inputs)
+        _session = Session(
+            operator, self.problem, sets, reference, library, beside, guarded, gpu.sm_count, gpu.capability
+        )
         rough_us = _rough_us(lambda: operator.eager(self.problem, inputs, output))
         _session.candidates[PEER] = _Candidate(None, [], rough_us)
         peer_us = statistics.median(Measure((), _PEER_ROUNDS)()[PEER])
@@ -186,6 +190,8 @@ class Gate:
         candidate = _load(session, self.source)
         results = [_run_once(session, candidate) for _ in range(_REPEATS)]
         reason = accuracy.why_wrong(results[0], session.reference, session.library)
+        inputs = session.sets[0][0]
+        reason = reason or session.operator.why_side_output_wrong(session.problem, inputs, session.beside)
         if reason:
             return Verdict("wrong_result", reason)
         if not _guards_intact(session):
@@ -274,6 +280,8 @@ def _run_once(session: Session, candidate: _Candidate) -> torch.Tensor:
 
     output = _guarded_output(session)
     output.fill_(float("nan"))
+    for name in session.beside:
+        session.sets[0][0][name].fill_(float("nan"))
     _launch(candidate, -1)
     torch.cuda.synchronize()
     return output.clone()

@@ -245,6 +245,10 @@ class Attention(Operator[AttentionProblem]):
                     out[batch, head, rows] = _softmax(_scores(problem, scores, first)) @ values
         return out
 
+    def side_outputs(self, problem: AttentionProblem, inputs: Tensors) -> dict[str, torch.Tensor]:
+        """The log-sum-exp, if it is asked for."""
+        return {"lse": _log_sum_exp(problem, inputs, "float64")} if problem.lse else {}
+
     def eager(self, problem: AttentionProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
         """`scaled_dot_product_attention`, or its steps in the problem's dtype where it has no argument for them."""
         import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -252,7 +256,7 @@ class Attention(Operator[AttentionProblem]):
         q, k, v = (inputs[name] for name in self.inputs_in_order)
         scale, group = _scale(problem, inputs), problem.H // problem.kv_heads
         if problem.lse:
-            _write_log_sum_exp(problem, inputs)
+            inputs["lse"].copy_(_log_sum_exp(problem, inputs, "float32"))
         square = problem.causal == "none" or (not problem.window and problem.diagonal == 0)
         if square and not problem.softcap:
             result = F.scaled_dot_product_attention(
@@ -337,16 +341,18 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
     return torch.softmax(scores, -1).masked_fill(blind, 0.0)
 
 
-def _write_log_sum_exp(problem: AttentionProblem, inputs: Tensors) -> None:
-    """Fills the buffer that the call brought, a chunk of rows at a time."""
+def _log_sum_exp(problem: AttentionProblem, inputs: Tensors, dtype: str) -> torch.Tensor:
+    """Of each row's scores, calculated in a dtype, a chunk of rows at a time."""
     import torch
 
-    q, lse = inputs["q"], inputs["lse"]
-    keys = inputs["k"].repeat_interleave(problem.H // problem.kv_heads, 1).float().transpose(2, 3)
+    precision = getattr(torch, dtype)
+    q, keys = inputs["q"], inputs["k"].repeat_interleave(problem.H // problem.kv_heads, 1).to(precision)
+    lse = torch.empty(q.shape[:3], dtype=precision, device=q.device)
     for first in range(0, problem.S, _ROW_CHUNK):
         rows = slice(first, min(problem.S, first + _ROW_CHUNK))
-        scores = _scores(problem, q[:, :, rows].float() @ keys * _scale(problem, inputs), first)
-        lse[:, :, rows] = torch.logsumexp(scores, -1)
+        scores = q[:, :, rows].to(precision) @ keys.transpose(2, 3) * _scale(problem, inputs)
+        lse[:, :, rows] = torch.logsumexp(_scores(problem, scores, first), -1)
+    return lse
 
 
 def _pairs(problem: AttentionProblem) -> float:

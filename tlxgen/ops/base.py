@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from tlxgen import accuracy
 from tlxgen.config import Config, Value
 from tlxgen.problem import Problem
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 P = TypeVar("P", bound=Problem)
+
+#: Of float32 numbers that approximate instructions had a part in: some hundred times their error.
+SIDE_TOLERANCE = 1e-4
 
 #: Tensors of one call by parameter name, in the order of the emitted `launch`.
 Tensors = dict[str, "torch.Tensor"]
@@ -126,6 +130,18 @@ class Operator(ABC, Generic[P]):
     @abstractmethod
     def eager(self, problem: P, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
         """The peer: the same operation through torch, written to `out` where torch can."""
+
+    def side_outputs(self, problem: P, inputs: Tensors) -> dict[str, torch.Tensor]:
+        """What the kernel writes into tensors that the call brings, in float64, by the tensors' names."""
+        return {}
+
+    def why_side_output_wrong(self, problem: P, inputs: Tensors, expected: dict[str, torch.Tensor]) -> str | None:
+        """Why one of them is wrong after a call, or None."""
+        for name, reference in expected.items():
+            reason = accuracy.why_far(inputs[name], reference, SIDE_TOLERANCE)
+            if reason:
+                return f"{name}: {reason}"
+        return None
 
     def peer_result(self, problem: P, inputs: Tensors) -> torch.Tensor:
         """What the peer would give on a GPU; on a CPU, where `eager` may be more exact, rounded as tensor cores do."""

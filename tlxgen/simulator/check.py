@@ -214,11 +214,14 @@ class _Trial:
         self.inputs = self.operator.inputs(case.problem, "cpu", seed)
         self.reference = self.operator.reference(case.problem, self.inputs)
         self.library = self.operator.peer_result(case.problem, self.inputs)
+        self.beside = self.operator.side_outputs(case.problem, self.inputs)
 
     def run(self, machine: Machine) -> None:
         """Runs the kernel on a machine, and says so if the result is wrong."""
         output = self.operator.output(self.case.problem, self.inputs)
         output.fill_(float("nan"))
+        for name in self.beside:
+            self.inputs[name].fill_(float("nan"))
         module: Any = SimpleNamespace(arguments=self.program["arguments"])
         grid, args = self.operator.arguments(module, self.inputs, output, num_sms=self.case.num_sms)
         kernel = self.program["kernel"]
@@ -226,6 +229,7 @@ class _Trial:
         if not machine.completed:
             return
         reason = accuracy.why_wrong(output, self.reference, self.library)
+        reason = reason or self.operator.why_side_output_wrong(self.case.problem, self.inputs, self.beside)
         if reason:
             place = Place(kernel.name, kernel.function.__code__.co_firstlineno)
             machine.findings.append(Finding("wrong_result", f"{self.case.problem.label}: {reason}", place))
