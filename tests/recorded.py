@@ -19,18 +19,13 @@ from tlxgen.measure import DeviceReport, Verdict
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
-def config_of(short: str) -> Config:
-    """A config from the line that it prints as."""
-    template, *pairs = short.split()
-    values = dict(pair.split("=") for pair in pairs)
-    return Config(template=template, params={k: int(v) if v.isdigit() else v for k, v in values.items()})
-
-
 def table(sizes: tuple[int, int, int]) -> tuple[dict[Config, float], float]:
     """Microseconds of every config that worked, and the library's, as measured on an H200."""
     document = json.loads((RESULTS / "2026-11-29-exhaustive-gemm-h200.json").read_text())
     row = next(r for r in document["rows"] if tuple(r["problem"][n] for n in "MNK") == sizes)
-    times = {config_of(entry["config"]): entry["time_us"] for entry in row["configs"] if entry["status"] == "ok"}
+    times = {
+        Config.from_short(entry["config"]): entry["time_us"] for entry in row["configs"] if entry["status"] == "ok"
+    }
     return times, row["peer_us"]
 
 

@@ -141,7 +141,7 @@ FLASH_BUGS = [
     bug("the producer's Q phase is inverted", "q_phase = 1 ", "q_phase = 0 ", "deadlock"),
     bug("the producer skips the first block", "range(end - 1, first - 1, -1)", "range(end - 1, first, -1)", "deadlock roles_out_of_step"),
     bug("the consumer skips the first block", "range(whole - 1, -1, -1)", "range(whole - 1, 0, -1)", "roles_out_of_step deadlock wrong_result"),
-    bug("the diagonal is one off", "columns[None, :] <= rows", "columns[None, :] < rows", "wrong_result"),
+    bug("the diagonal is one off", "columns[None, :] <= last", "columns[None, :] < last", "wrong_result"),
     bug("the diagonal starts at the top", "rows[:, None] + (kv_len - q_len)", "rows[:, None]", "wrong_result"),
     bug("the old output is not rescaled", "acc = acc * factor[:, None]", "acc = acc", "wrong_result"),
     bug("heads share the wrong keys", "kv_head = head // group", "kv_head = head % (heads // group)", "wrong_result out_of_bounds"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,8 @@ def recall(source: Any, options: Any, target: Any) -> Any | None:
 
 def remember(kernel: Any, source: Any, options: Any, target: Any) -> None:
     """Notes where Triton filed the kernel; quietly does nothing where nothing can be written."""
-    note = _note(source, options, target)
     with contextlib.suppress(OSError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        temporary = note.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({"hash": kernel.hash}), encoding="utf-8")
-        temporary.replace(note)
+        paths.write_atomically(_note(source, options, target), json.dumps({"hash": kernel.hash}))
 
 
 def _note(source: Any, options: Any, target: Any) -> Path:

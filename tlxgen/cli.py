@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +42,21 @@ _Softcap = Annotated[float | None, typer.Option(help="Scores of attention become
 _Lse = Annotated[bool, typer.Option("--lse", help="Attention also gives each row's log-sum-exp.")]
 _Json = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout.")]
 _Target = Annotated[str | None, typer.Option(help="GPU to compile for: h200, h100, h100-pcie, h20, ….")]
+
+
+#: The arguments of commands that are fields of problems.
+_PROBLEM_OPTIONS = (
+    "dtype",
+    "out_dtype",
+    "layout",
+    "epilogue",
+    "kv_heads",
+    "kv_len",
+    "causal",
+    "window",
+    "softcap",
+    "lse",
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -86,20 +101,7 @@ def tune(
     """
     from tlxgen import tuning_cli
 
-    problem = parse(
-        operator,
-        sizes,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        layout=layout,
-        epilogue=epilogue,
-        kv_heads=kv_heads,
-        kv_len=kv_len,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        lse=lse or None,
-    )
+    problem = parse(operator, sizes, **_problem_options(locals()))
     tuning_cli.run(
         problem,
         trials=trials,
@@ -135,20 +137,7 @@ def show(
     """Which kernel `get_kernel` would give for a problem, and why."""
     from tlxgen import devices, runtime
 
-    problem = parse(
-        operator,
-        sizes,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        layout=layout,
-        epilogue=epilogue,
-        kv_heads=kv_heads,
-        kv_len=kv_len,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        lse=lse or None,
-    )
+    problem = parse(operator, sizes, **_problem_options(locals()))
     gpu = devices.target(target) if target else devices.detect()
     kernel = runtime.Kernel(problem, runtime.select(problem, gpu, note_miss=False), gpu)
     if as_json:
@@ -186,20 +175,7 @@ def emit(
     from tlxgen import devices
     from tlxgen.emit import emit as emit_source
 
-    problem = parse(
-        operator,
-        sizes,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        layout=layout,
-        epilogue=epilogue,
-        kv_heads=kv_heads,
-        kv_len=kv_len,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        lse=lse or None,
-    )
+    problem = parse(operator, sizes, **_problem_options(locals()))
     gpu = devices.target(target) if target else devices.detect() or devices.target("h200")
     config = _chosen_config(problem, gpu, template, param or [])
     text = emit_source(ops.get(operator), problem, config).text
@@ -243,6 +219,7 @@ def check(
     kernels needs --entry: a function without arguments that makes CPU tensors and launches `kernel[grid](...)`.
     """
     from tlxgen import cli_check, devices
+    from tlxgen.config import Config
     from tlxgen.emit import emit as emit_source
 
     if what.endswith(".py") or Path(what).is_file():
@@ -250,23 +227,13 @@ def check(
             raise InvalidProblemError(f"check {what}: a file takes no sizes")
         cli_check.run_file(Path(what), entry, schedules=schedules, seed=seed, timeline=timeline, as_json=as_json)
         return
-    problem = parse(
-        what,
-        sizes or [],
-        dtype=dtype,
-        out_dtype=out_dtype,
-        layout=layout,
-        epilogue=epilogue,
-        kv_heads=kv_heads,
-        kv_len=kv_len,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        lse=lse or None,
-    )
+    problem = parse(what, sizes or [], **_problem_options(locals()))
     gpu = devices.target(target) if target else devices.detect() or devices.target("h200")
-    chosen = cli_check.parse_config(config) if config else _chosen_config(problem, gpu, template, param or [])
-    _refuse_illegal(problem, chosen, gpu)
+    if config:
+        chosen = Config.from_short(config)
+        _refuse_illegal(problem, chosen, gpu)
+    else:
+        chosen = _chosen_config(problem, gpu, template, param or [])
     source = emit_source(ops.get(what), problem, chosen)
     cli_check.run_source(source, schedules=schedules, seed=seed, timeline=timeline, as_json=as_json)
 
@@ -285,17 +252,21 @@ def doctor(as_json: _Json = False) -> None:
         raise typer.Exit(1)
 
 
-def parse(operator: str, sizes: Sequence[str], **options: str | float | None) -> Problem:
+def parse(operator: str, sizes: Sequence[str], **options: Any) -> Problem:
     """The Problem that command-line words mean.
 
     Raises:
         InvalidProblemError: a size is no whole number of at least 1, or an option does not fit the operator.
     """
     numbers = [_size(operator, word) for word in sizes]
-    fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    problem = ops.get(operator).problem(numbers, **fields)
+    problem = ops.get(operator).problem(numbers, **options)
     assert isinstance(problem, Problem)
     return problem
+
+
+def _problem_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a command's arguments that describe a problem, as far as they were given."""
+    return {name: given[name] for name in _PROBLEM_OPTIONS if given[name] is not None and given[name] is not False}
 
 
 def _size(operator: str, word: str) -> int:
@@ -311,7 +282,7 @@ def _size(operator: str, word: str) -> int:
 def _chosen_config(problem: Problem, gpu: Any, template: str | None, params: list[str]) -> Any:
     from tlxgen import runtime
     from tlxgen.candidates import candidates
-    from tlxgen.config import Config
+    from tlxgen.config import Config, parse_params
 
     if template is None and not params:
         choice = runtime.select(problem, gpu, note_miss=False)
@@ -319,13 +290,10 @@ def _chosen_config(problem: Problem, gpu: Any, template: str | None, params: lis
             return choice.config
     templates = (template,) if template else None
     favourite = candidates(problem, gpu, templates)[0]
-    values: dict[str, bool | int | str] = dict(favourite.params)
-    for pair in params:
-        name, equals, text = pair.partition("=")
-        if not equals:
-            raise InvalidConfigError(f"--param {pair!r} is not name=value")
-        values[name] = _value(text)
-    config = Config(template=favourite.template, params=values)
+    try:
+        config = Config(template=favourite.template, params={**favourite.params, **parse_params(params)})
+    except InvalidConfigError as error:
+        raise InvalidConfigError(f"--param {error}") from None
     _refuse_illegal(problem, config, gpu)
     return config
 
@@ -336,13 +304,6 @@ def _refuse_illegal(problem: Problem, config: Any, gpu: Any) -> None:
     reason = space.why_illegal(ops.get(problem.operator), problem, config, gpu)
     if reason:
         raise InvalidConfigError(reason)
-
-
-def _value(text: str) -> int | str:
-    try:
-        return int(text)
-    except ValueError:
-        return text
 
 
 def main() -> None:

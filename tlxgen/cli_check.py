@@ -10,7 +10,7 @@ import typer
 
 from tlxgen import ops
 from tlxgen.config import Config
-from tlxgen.errors import InvalidConfigError, InvalidProblemError, OutputError, TlxgenError
+from tlxgen.errors import InvalidProblemError, OutputError, TlxgenError
 
 if TYPE_CHECKING:
     from tlxgen.emit import KernelSource
@@ -82,26 +82,10 @@ def read_back(path: Path, text: str) -> KernelSource:
         raise InvalidProblemError(f"{path} has no header of tlxgen: name a function that launches its kernel (--entry)")
     try:
         problem: Problem = ops.get(header["problem"][0]).problem_type.from_label(" ".join(header["problem"]))
-        config = parse_config(" ".join([header["template"][0], *header["config"]]))
+        config = Config.from_short(" ".join([header["template"][0], *header["config"]]))
     except (TlxgenError, LookupError) as error:
         raise InvalidProblemError(f"{path}: its header makes no sense: {error}") from None
     return KernelSource(problem.operator, problem, config, text)
-
-
-def parse_config(short: str) -> Config:
-    """A config from the line that it prints as: `gemm_cp_async block_k=64 block_m=128 ...`.
-
-    Raises:
-        InvalidConfigError: a word is no `name=value`.
-    """
-    template, *pairs = short.split() or [""]
-    params: dict[str, bool | int | str] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise InvalidConfigError(f"{pair!r} is not name=value")
-        params[name] = int(value) if value.isdecimal() else value
-    return Config(template=template, params=params)
 
 
 def _print(report: Report, as_json: bool) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from pydantic import BaseModel, ConfigDict, field_validator
+
+from tlxgen.errors import InvalidConfigError
 
 Value: TypeAlias = bool | int | str
 
@@ -40,8 +43,40 @@ class Config(BaseModel):
         """One line for people: the template and `name=value` pairs."""
         return " ".join([self.template, *(f"{k}={v}" for k, v in self.params.items())])
 
+    @classmethod
+    def from_short(cls, short: str) -> Config:
+        """The config that prints as this line.
+
+        Raises:
+            InvalidConfigError: a word is no `name=value`.
+        """
+        template, *pairs = short.split() or [""]
+        return cls(template=template, params=parse_params(pairs))
+
     def __hash__(self) -> int:
         return hash(self.id)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config) and other.id == self.id
+
+
+def parse_params(pairs: Iterable[str]) -> dict[str, Value]:
+    """Parameters from words like `block_m=64`; whole numbers become such.
+
+    Raises:
+        InvalidConfigError: a word is no `name=value`.
+    """
+    params: dict[str, Value] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise InvalidConfigError(f"{pair!r} is not name=value")
+        params[name] = _value(text)
+    return params
+
+
+def _value(text: str) -> Value:
+    try:
+        return int(text)
+    except ValueError:
+        return text

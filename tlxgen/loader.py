@@ -7,7 +7,6 @@ two variants never share a module, and a file that is there already is the right
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import tempfile
 import threading
@@ -51,8 +50,7 @@ def write(source: KernelSource, directory: Path | None = None) -> Path:
         try:
             if path.is_file() and path.read_text(encoding="utf-8") == source.text:
                 return path
-            folder.mkdir(parents=True, exist_ok=True)
-            _write_atomically(path, source.text)
+            paths.write_atomically(path, source.text)
         except OSError:
             continue
         return path
@@ -63,14 +61,6 @@ def _places(first: Path) -> Iterator[Path]:
     """Made when asked for: no temporary folder where the first place will do."""
     yield first
     yield _temporary_dir()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """So that another process never imports half a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    Path(temporary).replace(path)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import platformdirs
@@ -41,3 +42,16 @@ def database_path() -> Path:
 def kernel_dir() -> Path:
     """Where emitted kernels are written for import."""
     return user_cache_dir() / "kernels"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file, and its folder, so that another process never reads half of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    Path(temporary).replace(path)

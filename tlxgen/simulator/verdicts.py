@@ -6,11 +6,10 @@ verdict is a miss; where none can be written, kernels are simulated again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 
 from tlxgen import paths
@@ -49,14 +48,8 @@ def _recall(path: Path) -> tuple[bool, str | None]:
 
 
 def _remember(path: Path, verdict: str | None) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"unsafe": verdict}, file)
-        Path(temporary).replace(path)
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        paths.write_atomically(path, json.dumps({"unsafe": verdict}))
 
 
 @functools.cache
