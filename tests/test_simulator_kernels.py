@@ -1071,7 +1071,7 @@ def kernel(x, out, TILES):
                 half = tlx.local_slice(tile[0], [8 * rank, 0], [8, 64])
                 tlx.async_descriptor_load(x, half, [16 * i + 8 * rank, 0], full[0], multicast_targets=[0, 1])  # load
                 tlx.barrier_wait(full[0], i & 1)
-    tlx.cluster_barrier()  # farewell
+            tlx.barrier_wait(empty[0], (TILES & 1) ^ 1)  # farewell
 """,
     inputs=lambda: [boxes(numbers(3 * ROWS, COLUMNS), 8, COLUMNS)],
     output=(6 * ROWS, COLUMNS),
@@ -1120,8 +1120,14 @@ class TestClusters:
         replace(MULTICAST, grid=(3,)).finds("launch", saying="no multiple of the cluster's 2 CTAs")
 
     def test_end_together(self) -> None:
-        case = MULTICAST.but("tlx.cluster_barrier()  # farewell")
-        case.finds("unfinished_at_exit", "release", saying="cluster_barrier")
+        case = MULTICAST.but("tlx.barrier_wait(empty[0], (TILES & 1) ^ 1)  # farewell")
+        case.finds("unfinished_at_exit", "release", saying="must wait for the last")
+
+    def test_do_not_meet_at_their_barrier_where_tasks_are(self) -> None:
+        tasks = "    with tlx.async_tasks():"
+        MULTICAST.but(tasks, f"    tlx.cluster_barrier()\n{tasks}").finds("deadlock", saying="these tasks never came")
+        text = MULTICAST.text + "    tlx.cluster_barrier()  # meet\n"
+        replace(MULTICAST, text=text).finds("deadlock", "meet", saying="never come to the barrier of the cluster")
 
     def test_with_half_the_bytes_expected(self) -> None:
         MULTICAST.but("4096", "2048").finds_one_of("wrong_byte_count", "data_race")
@@ -1135,14 +1141,10 @@ class TestClusters:
 def kernel(x, out):
     tile = tlx.local_alloc((16, 64), tl.float32, 1)
     full = tlx.alloc_barriers(1)
-    with tlx.async_tasks():
-        with tlx.async_task("default"):
-            if tlx.cluster_cta_rank() == 1:
-                tlx.barrier_expect_bytes(full[0], 4096)
-                tlx.async_descriptor_load(x, tile[0], [0, 0], full[0])
-                tlx.barrier_wait(full[0], 0)
-        with tlx.async_task(num_warps=1):
-            tlx.fence("async_shared")
+    if tlx.cluster_cta_rank() == 1:
+        tlx.barrier_expect_bytes(full[0], 4096)
+        tlx.async_descriptor_load(x, tile[0], [0, 0], full[0])
+        tlx.barrier_wait(full[0], 0)
     tlx.cluster_barrier()
     tl.store(out + tlx.cluster_cta_rank(), 1.0)
 """
@@ -1481,7 +1483,8 @@ def kernel(out):
 
 class TestRemoteCopies:
     def test_are_over_before_the_ctas_end(self) -> None:
-        REMOTE.but("tlx.cluster_barrier()  # farewell").finds("unfinished_at_exit", "send", saying="cluster_barrier")
+        case = REMOTE.but("tlx.cluster_barrier()  # farewell")
+        case.finds("unfinished_at_exit", "send", saying="must wait for the last")
 
     def test_of_another_size_are_refused(self) -> None:
         case = REMOTE.but("mine = tlx.local_alloc((64,)", "mine = tlx.local_alloc((32,)")

@@ -53,5 +53,5 @@ def check_remote_accesses(machine: Machine, ctas: Iterable[Cta]) -> None:
             continue
         for access, what in cta.remote_accesses:
             if not access.finished(cta.known_at_end.finished):
-                message = f"{what} may reach CTA {cta.number} after it has ended: end both with tlx.cluster_barrier()"
+                message = f"{what} may reach CTA {cta.number} after it has ended: it must wait for the last of them"
                 machine.fail("unfinished_at_exit", message, access.place)

@@ -16,7 +16,7 @@ REMEDIES = {
     "wrong_byte_count": "expect exactly the bytes of all boxes that signal this barrier in one phase",
     "wrong_thread_count": "give all waits and arrivals of a named barrier the sum of their tasks' threads",
     "barrier_reuse": "arrive again only after a wait that proves the phase before complete and seen",
-    "unfinished_at_exit": "end the role with the wait: async_dot_wait, async_descriptor_store_wait, cluster_barrier",
+    "unfinished_at_exit": "end the role with the wait: async_dot_wait, async_descriptor_store_wait, barrier_wait",
     "out_of_budget": "take less: a CTA has 232448 bytes and named barriers 0 to 15, a task 24 to 240 registers",
     "roles_out_of_step": "let every role walk the same tiles and K steps",
     "out_of_bounds": "mask the access, or clamp the index",

@@ -409,8 +409,15 @@ class Machine:
             barrier.pass_round(number, task.known)
 
     def cluster_barrier(self) -> None:
-        """All threads of all CTAs of the cluster meet."""
+        """All threads of all CTAs of the cluster meet.
+
+        The warps of async tasks are threads too, and wait for work from the kernel's start to its end: fbtriton has
+        them come to no barrier of the cluster but its own (as read from its PTX, and an H200 hung).
+        """
         cluster = self.task.cta.cluster
+        self.task.cta.met_others = True
+        if self.task.cta.partitions:
+            self.fail("deadlock", "the warps of async tasks never come to the barrier of the cluster: nobody passes it")
         if cluster.barrier is None:
             cluster.barrier = NamedBarrier(self.new_component(), -1)
         cta = self.task.cta

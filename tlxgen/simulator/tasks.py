@@ -140,6 +140,7 @@ class Cta:
     known_at_end: Knowledge | None = None  #: what its tasks knew when the last of them ended
     partitions: int = 0  #: of its warps beside the default one, for which the compiler uses named barriers
     at_barrier: int = 0  #: threads that have come to the cluster's barrier
+    met_others: bool = False  #: whether any ever came there
 
     @property
     def live_threads(self) -> int:

@@ -47,6 +47,8 @@ class AsyncTasks:
         m, parent = self._machine, self._parent
         prefix = "" if m.grid == (1, 1, 1) else f"cta {parent.cta.number} "
         parent.cta.partitions = max(parent.cta.partitions, _with_padding(self._partitions))
+        if parent.cta.met_others:
+            m.fail("deadlock", "the warps of these tasks never came to the barrier of the cluster: nobody passed it")
         reason = _why_dropped(parent.threads // 32, self._partitions, self._registers)
         if reason:
             m.fail("out_of_budget", reason)
