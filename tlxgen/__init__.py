@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any
 from tlxgen._version import __version__
 
 if TYPE_CHECKING:
+    from tlxgen import functional
     from tlxgen.config import Config
     from tlxgen.errors import TlxgenError
     from tlxgen.runtime import FallbackWarning, Kernel, get_kernel
 
-__all__ = ["Config", "FallbackWarning", "Kernel", "TlxgenError", "__version__", "get_kernel"]
+__all__ = ["Config", "FallbackWarning", "Kernel", "TlxgenError", "__version__", "functional", "get_kernel"]
 
 _HOMES = {
     "Config": "tlxgen.config",
     "FallbackWarning": "tlxgen.runtime",
     "Kernel": "tlxgen.runtime",
     "TlxgenError": "tlxgen.errors",
+    "functional": "tlxgen.functional",
     "get_kernel": "tlxgen.runtime",
 }
 
@@ -35,4 +37,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tlxgen' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    home = import_module(_HOMES[name])
+    return home if name == "functional" else getattr(home, name)

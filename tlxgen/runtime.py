@@ -129,7 +129,7 @@ class Kernel:
         twice = sorted(set(inputs) & set(named))
         if twice:
             raise LaunchError(f"{self.problem.label}: {twice[0]} is given twice")
-        return {**inputs, **named}
+        return {**self._operator.call_defaults(self.problem), **inputs, **named}
 
     def _wrong_output(self, inputs: dict[str, Any], out: torch.Tensor | None) -> str | None:
         """Why `out` cannot take the result: shape, dtype or device."""
@@ -363,11 +363,17 @@ def _store() -> Any:
     return store
 
 
+#: Where other modules keep kernels; `forget` empties these too.
+CACHES: list[dict[Any, Any]] = []
+
+
 def forget() -> None:
     """Drops loaded kernels and the open database, so that the next `get_kernel` looks again."""
     _kernel.cache_clear()
     _store.cache_clear()
     _WARNED.clear()
+    for kept in CACHES:
+        kept.clear()
 
 
 def _current_device() -> int | None:

@@ -114,6 +114,10 @@ class Operator(ABC, Generic[P]):
     def inputs(self, problem: P, device: torch.device | str, seed: int) -> Tensors:
         """Fresh random inputs (meta tensors for device `meta`), without the output."""
 
+    def call_defaults(self, problem: P) -> dict[str, Any]:
+        """What a call may leave out of the emitted `arguments`, since the problem says it; `inputs` has it too."""
+        return {}
+
     @abstractmethod
     def output_like(self, problem: P) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of the result."""
@@ -130,6 +134,10 @@ class Operator(ABC, Generic[P]):
     @abstractmethod
     def eager(self, problem: P, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
         """The peer: the same operation through torch, written to `out` where torch can."""
+
+    def other_libraries(self, problem: P) -> Mapping[str, Callable[[Tensors, torch.Tensor], torch.Tensor]]:
+        """Other implementations that are installed and take the problem, by name: of inputs and room for the output."""
+        return {}
 
     def side_outputs(self, problem: P, inputs: Tensors) -> dict[str, torch.Tensor]:
         """What the kernel writes into tensors that the call brings, in float64, by the tensors' names."""
