@@ -14,9 +14,11 @@ Protocol (`PROTOCOL` names its version; times of different versions are not comp
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +68,12 @@ class Verdict:
 
 @dataclass
 class _Candidate:
-    """A kernel that passed the gate, with its arguments for every input set."""
+    """A kernel that passed the gate, with its arguments for every input set; or a library's function."""
 
     launcher: Any
     calls: list[tuple[tuple[int, int, int], tuple[Any, ...]]]
     launch_us: float
+    library: Callable[..., Any] | None = None  #: takes inputs and output
     graph: Any = None
     launches: int = 0
 
@@ -89,6 +92,7 @@ class Session:
     num_sms: int
     capability: tuple[int, int]
     candidates: dict[str, _Candidate] = field(default_factory=dict)
+    guests: tuple[str, ...] = ()  #: other libraries among the candidates, timed whenever something is
 
     @staticmethod
     def current() -> Session:
@@ -157,8 +161,7 @@ class Setup:
         _session = Session(
             operator, self.problem, sets, reference, library, beside, guarded, gpu.sm_count, gpu.capability
         )
-        rough_us = _rough_us(lambda: operator.eager(self.problem, inputs, output))
-        _session.candidates[PEER] = _Candidate(None, [], rough_us)
+        _session.candidates[PEER] = _library(_session, functools.partial(operator.eager, self.problem))
         peer_us = statistics.median(Measure((), _PEER_ROUNDS)()[PEER])
         versions = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "driver": _driver_version()}
         return DeviceReport(gpu, versions, accuracy.error(library, reference).norm, peer_us)
@@ -205,6 +208,24 @@ class Gate:
 
 
 @dataclass(frozen=True)
+class Invite:
+    """Makes candidates of the other libraries that are installed and take the problem."""
+
+    def __call__(self) -> tuple[str, ...]:
+        """Their names."""
+        session = Session.current()
+        for name, function in session.operator.other_libraries(session.problem).items():
+            try:
+                result = function(*session.sets[0])
+            except RuntimeError:  # installed, but not for this problem
+                continue
+            if accuracy.why_wrong(result, session.reference, session.library) is None:
+                session.candidates[name] = _library(session, function)
+                session.guests += (name,)
+        return session.guests
+
+
+@dataclass(frozen=True)
 class Measure:
     """Times candidates that passed the gate, and the peer, in turn."""
 
@@ -212,7 +233,7 @@ class Measure:
     rounds: int
 
     def __call__(self) -> dict[str, list[float]]:
-        """Microseconds of one launch, one value a round, for each name and for `PEER`."""
+        """Microseconds of one launch, one value a round, for each name, for `PEER` and for invited libraries."""
         try:
             return self._samples()
         except Exception as error:
@@ -224,7 +245,7 @@ class Measure:
 
         session = Session.current()
         half = len(self.names) // 2
-        names = [*self.names[:half], PEER, *self.names[half:]]
+        names = [*self.names[:half], PEER, *session.guests, *self.names[half:]]
         session.warm_up(names)
         samples: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(self.rounds):
@@ -261,6 +282,10 @@ def _load(session: Session, source: KernelSource) -> _Candidate:
     calls = [make(module, inputs, output, num_sms=session.num_sms, **slim) for inputs, output in session.sets]
     guarded = make(module, session.sets[0][0], _guarded_output(session), num_sms=session.num_sms, **slim)
     return _Candidate(launcher, [*calls, guarded], 0.0)
+
+
+def _library(session: Session, function: Callable[..., Any]) -> _Candidate:
+    return _Candidate(None, [], _rough_us(lambda: function(*session.sets[0])), function)
 
 
 def _guarded_output(session: Session) -> torch.Tensor:
@@ -328,8 +353,8 @@ def _capture(session: Session, candidate: _Candidate) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for i in range(candidate.launches):
-            if candidate.launcher is None:
-                session.operator.eager(session.problem, *sets[i % len(sets)])
+            if candidate.library is not None:
+                candidate.library(*sets[i % len(sets)])
             else:
                 _launch(candidate, i % len(sets))
     candidate.graph = graph

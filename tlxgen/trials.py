@@ -14,7 +14,7 @@ from typing import TypeVar
 from tlxgen import measure
 from tlxgen.emit import KernelSource
 from tlxgen.errors import TuningError
-from tlxgen.measure import DeviceReport, Forget, Gate, Measure, Setup, Verdict
+from tlxgen.measure import DeviceReport, Forget, Gate, Invite, Measure, Setup, Verdict
 from tlxgen.problem import Problem
 from tlxgen.process import Child, ChildDiedError, ChildTimeoutError
 
@@ -35,12 +35,19 @@ class Card:
     sources: dict[str, KernelSource] = field(default_factory=dict)
     launch_us: dict[str, float] = field(default_factory=dict)
     _ready: bool = False
+    _inviting: bool = False
 
     def setup(self) -> DeviceReport:
         """Starts the child and makes inputs and reference."""
         report = self._call(Setup(self.operator, self.problem, self.seed), 120.0)
         self._ready = True
         return report
+
+    def invite(self) -> tuple[str, ...]:
+        """Has other libraries timed beside every candidate from now on; the names of those that can be."""
+        self._ensure()
+        self._inviting = True
+        return self._call(Invite(), 120.0)
 
     def gate(self, name: str, source: KernelSource) -> Verdict:
         """Runs a candidate for the first time; never raises for what the candidate does."""
@@ -118,6 +125,8 @@ class Card:
         """After a death: a new child that knows the candidates which had passed and still do."""
         while not (self.child.alive and self._ready):
             self.setup()
+            if self._inviting:
+                self._call(Invite(), 120.0)
             for name, source in list(self.sources.items()):
                 if not self._passes_again(name, source):
                     del self.sources[name]
