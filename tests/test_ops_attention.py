@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,18 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tlxgen
-from tlxgen import accuracy, devices, ops
+from tlxgen import accuracy, devices, loader, ops
 from tlxgen.candidates import candidates
 from tlxgen.config import Config
 from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError
 from tlxgen.ops.attention import AttentionProblem
+from tlxgen.simulator import meanings
 from tlxgen.simulator.check import check
 from tlxgen.simulator.machine import Machine
 from tlxgen.simulator.program import load
 
 ATTENTION = ops.get("attention")
 H200 = devices.target("h200")
+
+#: Those that take any number of rows; `tests/test_attention_decode.py` has the other.
+TEMPLATES = [template for template in ATTENTION.templates if template != "attention_decode"]
 
 
 def problem(shape: tuple[int, int, int, int], **options: Any) -> AttentionProblem:
@@ -67,14 +72,14 @@ class TestProblem:
         st.sampled_from(["none", "bottom-right", "top-left"]),
         st.integers(0, 300),
         st.sampled_from([0.0, 30.0]),
-        st.booleans(),
+        st.fixed_dictionaries({"lse": st.booleans(), "exact": st.booleans()}),
     )
     def test_is_known_by_its_label(
-        self, b: int, kv: int, s: int, d: int, group: int, kv_len: int, causal: Any, window: int, cap: float, lse: bool
+        self, b: int, kv: int, s: int, d: int, group: int, kv_len: int, causal: Any, window: int, cap: float, flags: Any
     ) -> None:
         window = window if causal != "none" else 0
         made = problem(
-            (b, kv * group, s, 8 * d), kv_heads=kv, kv_len=kv_len, causal=causal, window=window, softcap=cap, lse=lse
+            (b, kv * group, s, 8 * d), kv_heads=kv, kv_len=kv_len, causal=causal, window=window, softcap=cap, **flags
         )
         assert AttentionProblem.from_label(made.label) == made
 
@@ -134,7 +139,7 @@ class Call:
         assert ATTENTION.check_call(self.problem, self.inputs) is None
         module: Any = SimpleNamespace(arguments=program["arguments"])
         grid, args = ATTENTION.arguments(module, self.inputs, out, num_sms=num_sms)
-        machine = Machine(frozenset(), seed=1)
+        machine = Machine(seed=1, assembly=meanings.meaning)
         program["kernel"].launch(machine, grid, args, program["OPTIONS"])
         assert not machine.findings, machine.findings[0]
         return out
@@ -152,7 +157,7 @@ def call(template: str, shape: tuple[int, int, int, int], seed: int = 0, **optio
     return Call(made, candidates(made, H200, (template,))[0], dict(ATTENTION.inputs(made, "cpu", seed)))
 
 
-@pytest.mark.parametrize("template", ATTENTION.templates)
+@pytest.mark.parametrize("template", TEMPLATES)
 class TestKernels:
     """In the simulator: the values that a shape or a number out of the ordinary should give."""
 
@@ -218,6 +223,78 @@ class TestKernels:
         one.check()
 
 
+def _one_loud_key(keys: int) -> torch.Tensor:
+    volume = torch.ones(keys)
+    volume[keys // 3] = 100.0
+    return volume
+
+
+#: How loud each of many keys is; kernels walk from the last to the first.
+HARD = {
+    "rising": lambda keys: torch.linspace(12.0, 0.1, keys),
+    "falling": lambda keys: torch.linspace(0.1, 12.0, keys),
+    "alternating": lambda keys: torch.where(torch.arange(keys) // 64 % 2 == 0, 8.0, 0.1),
+    "one huge": _one_loud_key,
+    "just below the threshold": lambda keys: 1.0 + 0.9 * (torch.arange(keys) < keys // 2),
+}
+
+
+@pytest.mark.parametrize("hard", HARD.values(), ids=HARD.keys())
+@pytest.mark.parametrize("rescale", ["exact", "lazy"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_hard_scores_are_as_exact_as_in_the_library(
+    hard: Callable[[int], torch.Tensor], rescale: str, dtype: str
+) -> None:
+    one = call("attention_tma", (1, 1, 128, 64), 3, kv_len=700, dtype=dtype, causal="bottom-right")
+    one = replace(one, config=Config(template="attention_tma", params={**one.config.params, "rescale": rescale}))
+    one.inputs["k"] = one.inputs["k"] * hard(700)[None, None, :, None].to(one.inputs["k"].dtype)
+    reference = ATTENTION.reference(one.problem, one.inputs)
+    library = accuracy.error(ATTENTION.eager(one.problem, one.inputs), reference).norm
+    assert accuracy.error(one.check(), reference).norm <= 1.2 * library
+
+
+def test_a_problem_may_forbid_lazy_rescaling() -> None:
+    legal = candidates(problem((4, 8, 4096, 128), causal="bottom-right", exact=True), H200, ("attention_tma",))
+    assert {config.params["rescale"] for config in legal} == {"exact"}
+
+
+@pytest.mark.parametrize("template", ATTENTION.templates)
+@pytest.mark.parametrize(
+    ("kv_len", "options", "unseen"),
+    [
+        (100, {"causal": "top-left"}, slice(6, None)),
+        (100, {"causal": "top-left", "window": 3}, slice(6, None)),
+        (200, {"causal": "bottom-right", "window": 20}, slice(0, 175)),
+        (200, {"causal": "bottom-right", "window": 1}, slice(0, 194)),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_keys_that_no_row_sees_never_show(
+    template: str, kv_len: int, options: dict[str, Any], unseen: slice, value: float
+) -> None:
+    one = call(template, (1, 4, 6, 64), kv_heads=2, kv_len=kv_len, lse=True, **options)
+    expected = ATTENTION.reference(one.problem, one.inputs)
+    library = ATTENTION.eager(one.problem, one.inputs)
+    lse = ATTENTION.side_outputs(one.problem, one.inputs)
+    for name in ("k", "v"):
+        one.inputs[name][:, :, unseen] = value
+    reason = accuracy.why_wrong(one.run(), expected, library)
+    assert reason is None, reason
+    assert ATTENTION.why_side_output_wrong(one.problem, one.inputs, lse) is None
+
+
+@pytest.mark.parametrize("template", ATTENTION.templates)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": "bottom-right", "window": 5}, {"causal": "top-left", "softcap": 2.0}]
+)
+def test_an_emitted_file_checks_itself_against_the_same_attention(template: str, options: dict[str, Any]) -> None:
+    made = problem((1, 4, 6, 64), kv_heads=2, kv_len=20, **options)
+    inputs = {name: tensor.double() for name, tensor in ATTENTION.inputs(made, "cpu", 0).items()}
+    module = loader.load(emit(ATTENTION, made, candidates(made, H200, (template,))[0]))
+    found = module.attention(inputs["q"], inputs["k"], inputs["v"], 64**-0.5)
+    torch.testing.assert_close(found, ATTENTION.reference(made, inputs))
+
+
 class TestWithoutGpu:
     def test_torch_gives_the_log_sum_exp_too(self) -> None:
         made = problem((1, 2, 30, 16), kv_len=20, causal="bottom-right", lse=True)
@@ -256,7 +333,7 @@ class TestCall:
         made = problem((1, 2, 8, 64))
         inputs = ATTENTION.inputs(made, "cpu", 0)
         odd = torch.empty(1, 2, 8, 65, dtype=torch.bfloat16)[..., :64]
-        tma, vanilla = (candidates(made, H200, (template,))[0] for template in ATTENTION.templates)
+        tma, vanilla = (candidates(made, H200, (template,))[0] for template in TEMPLATES)
         out = torch.empty_like(inputs["q"])
         assert "aligned for TMA" in str(ATTENTION.launchable(made, tma, {**inputs, "k": odd}, out))
         assert ATTENTION.launchable(made, vanilla, {**inputs, "k": odd}, out) is None
@@ -264,7 +341,7 @@ class TestCall:
         assert "unit strides" in str(ATTENTION.launchable(made, vanilla, {**inputs, "q": turned}, out))
 
 
-@pytest.mark.parametrize("template", ATTENTION.templates)
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_a_wrong_log_sum_exp_is_found_though_the_output_is_right(template: str) -> None:
     made = problem((1, 2, 500, 64), causal="bottom-right", lse=True)
     source = emit(ATTENTION, made, candidates(made, H200, (template,))[0])

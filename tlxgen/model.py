@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tlxgen.config import Config
+from tlxgen.config import Config, Value
 from tlxgen.devices import Gpu
 from tlxgen.problem import ITEM_BYTES
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tlxgen.ops.gemm import GemmProblem
 
 #: Changes whenever predicted times do.
-VERSION = "model-1"
+VERSION = "model-2"
 
 # Fitted to every legal config of nine shapes on an H200 (benchmarks/results/2026-11-29-exhaustive-gemm-h200.json).
 _SUSTAINED = 0.70  # of the datasheet's rate, under the power limit on random data
@@ -30,6 +30,7 @@ _LAUNCH_US = 1.4  # a kernel between two others in a graph
 _FILL_US = 0.8  # first TMA bytes to first product
 _LATENCY_US = 1.5  # from asking for a stage to having it, under load
 _L2_BYTES_PER_CLOCK = 58  # from L2 to one multiprocessor
+_STREAM_BYTES_PER_CLOCK = 32  # from memory to one multiprocessor, at most; not measured
 _STORE_BYTES_PER_CLOCK = 128  # registers through shared memory towards L2, one multiprocessor
 _EARLY_START_US = {"off": 0.0, "early": 0.9, "late": 0.85}  # what programmatic dependent launch saves ...
 _EARLY_PINGPONG_US = -1.5  # ... and costs a ping-pong kernel of several rounds (measured up to 13 % at 2048 cubed)
@@ -48,7 +49,25 @@ _EFFICIENCY: dict[str, dict[tuple[int, int], float]] = {
     "gemm_cp_async": {(128, 256): 0.92, (128, 128): 0.63, (64, 256): 0.63},
     "gemm_vanilla": {(128, 256): 0.90, (128, 128): 0.66, (64, 256): 0.66, (64, 128): 0.62},
 }
-_SMALL_HEAD, _LARGE_HEAD = 64, 128  # head dimensions: exponentials dominate below, registers above
+_LARGE_HEAD = 128  # head dimension beyond which registers hold 64 keys a step
+_VANILLA_ATTENTION = 0.6  # plain Triton's share of a TMA kernel's rate; not measured
+
+#: By head dimension and whether causal: the share of the datasheet's rate that the best config of 4096 rows reached on
+#: an H200, and its parameters. A config counts as 2 % slower for each that differs.
+_USUAL: dict[str, Value] = {"q_stages": 2, "staging": "own", "sums": "lanes", "carry": "narrow", "overlap": "softmax"}
+_CAUSAL: dict[str, Value] = {**_USUAL, "rescale": "lazy", "schedule": "dynamic", "head_group": 16, "pingpong": "off"}
+_LARGE: dict[str, Value] = {**_USUAL, "sums": "rows", "rescale": "exact", "overlap": "scores", "pingpong": "off"}
+_ATTENTION: dict[tuple[int, bool], tuple[float, dict[str, Value]]] = {
+    (64, False): (
+        0.49,
+        {**_USUAL, "consumers": 3, "kv_stages": 4, "sums": "rows", "head_group": 4, "pingpong": "values"},
+    ),
+    (64, True): (0.46, {**_CAUSAL, "kv_stages": 4, "pingpong": "values"}),
+    (128, False): (0.65, {**_USUAL, "carry": "wide", "rescale": "lazy", "head_group": 1, "pingpong": "off"}),
+    (128, True): (0.61, _CAUSAL),
+    (256, False): (0.70, {**_LARGE, "head_group": 1}),
+    (256, True): (0.63, {**_LARGE, "schedule": "dynamic", "head_group": 16}),
+}
 
 _OTHER_TILES = {"gemm_tma_pingpong": 0.67, "gemm_tma_cooperative": 0.67, "gemm_cp_async": 0.5, "gemm_vanilla": 0.4}
 
@@ -93,20 +112,51 @@ def stream_us(bytes_moved: float, resources: Resources, config: Config, gpu: Gpu
 
 
 def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: float, bytes_moved: float) -> float:
-    """Microseconds of one attention: rounds of row tiles, at the rate of products and exponentials together.
-
-    Not fitted yet: the rates are the rough shares that earlier kernels of the same form reached.
-    """
+    """Microseconds of one attention: rounds of row tiles, at the rate of products and exponentials together."""
     p = config.params
-    vanilla = config.template == "attention_vanilla"
+    vanilla = config.template.endswith("vanilla")
     rows = int(p["block_m"]) if vanilla else 64 * int(p["consumers"])
-    tiles = math.ceil(problem.S / rows) * problem.B * problem.H
-    rounds = tiles / gpu.sm_count
+    rounds = math.ceil(problem.S / rows) * problem.B * problem.H / gpu.sm_count
     waste = math.ceil(rounds) / rounds if problem.causal == "none" else 1.0 + 0.5 / max(1.0, rounds)
-    share = (0.40 if vanilla else 0.64) * (0.75 if problem.D <= _SMALL_HEAD else 1.0)
-    share *= 1.0 if int(p["block_n"]) == (64 if problem.D > _LARGE_HEAD else 128) else 0.8
-    for name, better in (("q_stages", "2"), ("staging", "own"), ("sums", "lanes")):
-        share *= 1.0 if name not in p or str(p[name]) == better else 0.98
+    waste *= math.ceil(problem.S / rows) * rows / problem.S  # tiles are worked on whole
+    head = next(size for size in (64, 128, 256) if size >= problem.D)
+    share, best = _ATTENTION[head, problem.causal != "none"]
+    share *= _VANILLA_ATTENTION if vanilla else 1.0
+    share *= 1.0 if int(p["block_n"]) == (64 if head > _LARGE_HEAD else 128) else 0.8
+    share *= 1.0 if best.get("consumers", 2) == p.get("consumers", 2) else 0.92  # three share each block of keys
+    share *= 0.98 ** sum(name in p and p[name] != value for name, value in best.items())
     products = flops / (gpu.rates[problem.dtype] * share) * 1e6
     memory = bytes_moved / (gpu.bandwidth * _BANDWIDTH) * 1e6
     return _LAUNCH_US + _FILL_US + max(products * waste, memory)
+
+
+def attention_decode_us(problem: AttentionProblem, config: Config, gpu: Gpu, keys: int, resident: int) -> float:
+    """Microseconds of one attention of few rows: what a CTA reads, over its share of the bandwidth, round by round.
+
+    Args:
+        problem: what is computed.
+        config: of `attention_decode`.
+        gpu: what on.
+        keys: that are read of each head.
+        resident: CTAs that share a multiprocessor.
+    """
+    item = ITEM_BYTES[problem.dtype]
+    block_n, kv_stages = int(config.params["block_n"]), int(config.params["kv_stages"])
+    blocks = math.ceil(keys / block_n)
+    splits = min(int(config.params["splits"]), blocks)
+    ctas = problem.B * problem.kv_heads * splits
+    slots = gpu.sm_count * resident
+    block_bytes = 2 * block_n * problem.D * item
+    # Bytes/us of one CTA: of the memory, of its multiprocessor, and of its own ring, a part of which is being read.
+    together = min(ctas, slots)
+    shares = (
+        gpu.bandwidth * _BANDWIDTH * 1e-6 / together,
+        _STREAM_BYTES_PER_CLOCK * gpu.clock * 1e-6 / math.ceil(together / gpu.sm_count),
+        (kv_stages - 0.5) * block_bytes / _LATENCY_US,
+    )
+    walk = math.ceil(blocks / splits) * block_bytes / min(shares)
+    rounds = math.ceil(ctas / slots)
+    starts = (rounds - 1) * 2 * _LATENCY_US / resident  # another CTA of the multiprocessor reads meanwhile
+    partials = splits * problem.S * (problem.H // problem.kv_heads) * problem.D * 4
+    combine = _LATENCY_US + partials / (_L2_BYTES_PER_CLOCK * gpu.clock * 1e-6) if splits > 1 else 0.0
+    return _LAUNCH_US + _FILL_US + rounds * walk + starts + combine

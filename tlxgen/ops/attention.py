@@ -7,7 +7,7 @@ H / KV heads heads of q. A row that sees no key gives 0, and minus infinity as i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -15,6 +15,8 @@ from pydantic import Field, field_validator, model_validator
 from tlxgen import model
 from tlxgen.config import Config, Value
 from tlxgen.devices import Gpu, Hopper
+from tlxgen.ops import attention_decode as decode
+from tlxgen.ops import attention_peers
 from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors
 from tlxgen.problem import ITEM_BYTES, Problem, dtype_name, parse_problem, torch_dtype
 
@@ -25,10 +27,14 @@ Causal = Literal["none", "bottom-right", "top-left"]
 
 _LARGEST_HEAD = 256
 _WG_M = 64  # rows of one consumer warp group
+_GROWTH = 9.0  # of the keys of one head of random inputs
 _ROW_CHUNK = 1024  # rows of the reference at a time
 
 #: setmaxnreg of each consumer warp group, by their number (`tlxgen.ops.gemm`).
 _REGISTERS = {2: 240, 3: 160}
+
+#: What each template reads and writes through TMA.
+_TMA_TENSORS = {"attention_tma": ("q", "k", "v", "out"), "attention_decode": ("k", "v"), "attention_vanilla": ()}
 
 
 class AttentionProblem(Problem):
@@ -37,7 +43,8 @@ class AttentionProblem(Problem):
     `causal` says where the diagonal ends: `bottom-right`, as FlashAttention has it, lets the last row see all keys;
     `top-left` lets the first row see the first key. `window` is the number of keys that a row of a causal problem sees,
     itself included; 0 for all. `softcap` squeezes scores to softcap · tanh(score / softcap); 0 for none. With `lse`
-    the kernel also writes each row's log-sum-exp. The scale is an argument of the call.
+    the kernel also writes each row's log-sum-exp. With `exact` the output is rescaled at every rise of a row's largest
+    score, as the online softmax is written down, not only beyond a factor of 2 ** 8. The scale is the call's argument.
     """
 
     operator: ClassVar[str] = "attention"
@@ -55,6 +62,7 @@ class AttentionProblem(Problem):
     window: int = Field(default=0, ge=0)
     softcap: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     lse: bool = False
+    exact: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -92,7 +100,7 @@ class AttentionProblem(Problem):
         words += [f"causal={self.causal}"] if self.causal != "none" else []
         words += [f"window={self.window}"] if self.window else []
         words += [f"softcap={self.softcap}"] if self.softcap else []
-        words += ["lse=1"] if self.lse else []
+        words += [f"{name}=1" for name in ("lse", "exact") if getattr(self, name)]
         return " ".join(map(str, words))
 
     @classmethod
@@ -103,8 +111,7 @@ class AttentionProblem(Problem):
         for word in words[5:]:
             name, _, value = word.partition("=")
             fields[name] = value if name == "causal" else float(value) if name == "softcap" else int(value)
-        if "lse" in fields:
-            fields["lse"] = bool(fields["lse"])
+        fields |= {name: bool(fields[name]) for name in ("lse", "exact") if name in fields}
         return parse_problem(cls, [int(word) if word.isdecimal() else word for word in words[:4]], fields)
 
     @property
@@ -117,13 +124,12 @@ class Attention(Operator[AttentionProblem]):
     """The attention operator."""
 
     name = "attention"
-    templates = ("attention_tma", "attention_vanilla")
+    templates = ("attention_tma", "attention_decode", "attention_vanilla")
     peer = "sdpa"
     inputs_in_order = ("q", "k", "v")
     output_name = "out"
     problem_type = AttentionProblem
     allowed_spill_bytes = 128  # mostly of the load role, which has 24 registers
-    proven = False
 
     def problem(self, shape: AttentionProblem | Sequence[int] | Mapping[str, Any], **options: Any) -> AttentionProblem:
         """See `Operator.problem`."""
@@ -131,13 +137,16 @@ class Attention(Operator[AttentionProblem]):
 
     def variables(self, problem: AttentionProblem) -> dict[str, Value]:
         """See `Operator.variables`."""
-        names = ("B", "H", "S", "D", "kv_len", "causal", "window")
-        return {**{name: getattr(problem, name) for name in names}, "head": _padded(problem.D)}
+        names = ("B", "H", "S", "D", "kv_len", "causal", "window", "exact")
+        values = {name: getattr(problem, name) for name in names}
+        return {**values, "head": _padded(problem.D), "rows": decode.rows(problem), "keys": decode.seen_keys(problem)}
 
     def resources(self, problem: AttentionProblem, config: Config) -> Resources:
         """See `Operator.resources`: tiles of Q, the rings of K and V, the staging of the output, barriers."""
         p, head, item = config.params, _padded(problem.D), ITEM_BYTES[problem.dtype]
         block_n = int(p["block_n"])
+        if config.template == "attention_decode":
+            return decode.resources(problem, config, head)
         if config.template == "attention_vanilla":
             threads = 32 * int(p["num_warps"])
             tiles = (int(p["block_m"]) + 2 * int(p["num_stages"]) * block_n) * head * item
@@ -145,7 +154,7 @@ class Attention(Operator[AttentionProblem]):
         consumers, q_stages, kv_stages = (int(p[name]) for name in ("consumers", "q_stages", "kv_stages"))
         rows = consumers * _WG_M
         staging = rows * head * item if p["staging"] == "own" else 0
-        barriers = 2 * q_stages * consumers + 4 * kv_stages
+        barriers = 2 * q_stages * consumers + 4 * kv_stages + (q_stages if p["schedule"] == "dynamic" else 0)
         tiles = (q_stages * rows + 2 * kv_stages * block_n) * head * item
         return Resources(
             shared_bytes=tiles + staging + 8 * barriers + 1024,
@@ -167,6 +176,8 @@ class Attention(Operator[AttentionProblem]):
             "has_lse": problem.lse,
             "hopper": config.template != "attention_vanilla",
         }
+        if config.template == "attention_decode":
+            context |= decode.context(problem, config, head)
         if config.template == "attention_tma":
             consumers, item = int(p["consumers"]), ITEM_BYTES[problem.dtype]
             context |= {
@@ -174,6 +185,9 @@ class Attention(Operator[AttentionProblem]):
                 "registers": _REGISTERS[consumers],
                 "own_staging": p["staging"] == "own",
                 "lane_sums": p["sums"] == "lanes",
+                "dynamic": p["schedule"] == "dynamic",
+                "lazy": p["rescale"] == "lazy",
+                "rescaled_values": head * _WG_M // Hopper.WARP_GROUP_THREADS,  # of the output, in one thread
                 "q_bytes": _WG_M * head * item,
                 "kv_bytes": int(p["block_n"]) * head * item,
                 "turn": 9,  # named barriers 0 to 8 belong to the compiler
@@ -182,6 +196,8 @@ class Attention(Operator[AttentionProblem]):
 
     def small_cases(self, problem: AttentionProblem, config: Config) -> Sequence[Case[AttentionProblem]]:
         """One tile; one, two and many blocks of keys; tails; more rows than keys; heads that share; several CTAs."""
+        if config.template == "attention_decode":
+            return decode.small_cases(problem, config)
         p = config.params
         m = int(p["consumers"]) * _WG_M if "consumers" in p else int(p["block_m"])
         n, kv = int(p["block_n"]), int(p.get("kv_stages", 2))
@@ -211,16 +227,25 @@ class Attention(Operator[AttentionProblem]):
 
     def predict_us(self, problem: AttentionProblem, config: Config, gpu: Gpu) -> float:
         """See `tlxgen.model.attention_us`."""
+        if config.template == "attention_decode":
+            return decode.predict_us(problem, config, gpu, _padded(problem.D))
         return model.attention_us(problem, config, gpu, self.flops(problem), self.bytes_moved(problem))
 
     def inputs(self, problem: AttentionProblem, device: torch.device | str, seed: int) -> Tensors:
-        """Random q, k, v, and room for the log-sum-exp if it is asked for."""
+        """Random q, k, v, and room for the log-sum-exp if it is asked for.
+
+        In the last of several heads keys grow towards the first one: there a row's largest score rises a lot from block
+        to block for kernels that walk towards it, as ours do.
+        """
         import torch
 
         dtype, normal = torch_dtype(problem.dtype), normal_tensors(device, seed)
         keys = (problem.B, problem.kv_heads, problem.kv_len, problem.D)
         tensors = {"q": normal((problem.B, problem.H, problem.S, problem.D), dtype)}
         tensors |= {name: normal(keys, dtype) for name in ("k", "v")}
+        if problem.B * problem.kv_heads > 1:
+            growth = torch.linspace(_GROWTH, 1.0, problem.kv_len, device=device, dtype=dtype)
+            tensors["k"][-1, -1] *= growth[:, None]
         if problem.lse:
             tensors["lse"] = torch.empty(problem.B, problem.H, problem.S, dtype=torch.float32, device=device)
         return tensors
@@ -267,6 +292,12 @@ class Attention(Operator[AttentionProblem]):
             result = _softmax(scores).to(q.dtype) @ v.repeat_interleave(group, 1)
         return result if out is None else out.copy_(result)
 
+    def other_libraries(
+        self, problem: AttentionProblem
+    ) -> Mapping[str, Callable[[Tensors, torch.Tensor], torch.Tensor]]:
+        """CuDNN through torch, and FlashAttention-3."""
+        return attention_peers.installed(problem)
+
     def check_call(self, problem: AttentionProblem, tensors: Tensors) -> str | None:
         """See `Operator.check_call`."""
         import torch
@@ -297,7 +328,7 @@ class Attention(Operator[AttentionProblem]):
         for name, tensor in (*((name, tensors[name]) for name in self.inputs_in_order), ("out", out)):
             if tensor.stride(3) != 1:
                 return f"{name} has stride {tensor.stride(3)} along the head dimension; the kernel reads unit strides"
-            if config.template != "attention_tma":
+            if name not in _TMA_TENSORS[config.template]:
                 continue
             pitches = [stride * tensor.element_size() for stride in tensor.stride()[:3]]
             if tensor.data_ptr() % Hopper.TMA_ALIGNMENT or any(p % Hopper.TMA_ALIGNMENT or p <= 0 for p in pitches):

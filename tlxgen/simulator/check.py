@@ -20,7 +20,7 @@ from tlxgen import accuracy, ops
 from tlxgen.emit import KernelSource, emit
 from tlxgen.errors import InvalidProblemError
 from tlxgen.ops.base import Case
-from tlxgen.simulator import assembly
+from tlxgen.simulator import meanings
 from tlxgen.simulator.findings import Finding, Place
 from tlxgen.simulator.machine import POLICIES, Limits, Machine, Policy
 from tlxgen.simulator.program import Program, load
@@ -36,7 +36,7 @@ class Schedule:
 
     def machine(self, limits: Limits | None) -> Machine:
         """A machine on which they happen so."""
-        return Machine(seed=self.seed, policy=self.policy, limits=limits or Limits(), assembly=assembly.meaning)
+        return Machine(seed=self.seed, policy=self.policy, limits=limits or Limits(), assembly=meanings.meaning)
 
 
 @dataclass(frozen=True)

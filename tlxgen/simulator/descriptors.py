@@ -109,6 +109,7 @@ class Descriptor:
         self.operations.descriptor_store(self, offsets, value, "add")
 
     def _first(self, start: Sequence[int]) -> int:
-        """Number of the element at `start` in the storage."""
-        first = (self.address - self.storage.first) // itemsize(self.dtype)
-        return first + sum(x * s for x, s in zip(start, self.strides, strict=True))
+        """Number of the element at `start` in the storage; addresses wrap around (`triton.tools.ragged_tma`)."""
+        size = itemsize(self.dtype)
+        address = self.address + size * sum(x * s for x, s in zip(start, self.strides, strict=True))
+        return (address % 2**64 - self.storage.first) // size

@@ -1,0 +1,26 @@
+"""What the assembly in tlxgen's own templates means."""
+
+from __future__ import annotations
+
+from tlxgen.simulator.assembly import meaning, register
+from tlxgen.simulator.dtypes import Array
+
+__all__ = ["meaning", "multiply_unless_one"]  # `meaning` knows those below, and what others have registered
+
+
+def multiply_unless_one(values: int) -> str:
+    """In place: `values` values of a thread times their factors, unless those of all its warp are 1."""
+    first = 2 * values
+    tests = (
+        "{ .reg .pred some;\n"
+        f"setp.neu.f32 some, ${first}, 0f3F800000;\n"
+        f"setp.neu.or.f32 some, ${first + 2}, 0f3F800000, some;\n"
+        "vote.sync.any.pred some, some, 0xffffffff;\n"
+    )
+    return tests + "".join(f"@some mul.f32 ${i}, ${i}, ${i + first};\n" for i in range(values)) + "}"
+
+
+@register(multiply_unless_one(32))
+@register(multiply_unless_one(64))
+def _product(values: Array, factors: Array) -> Array:
+    return values * factors
