@@ -11,6 +11,7 @@ from tlxgen.simulator.machine import Limits
 
 H200 = devices.target("h200")
 GEMM, ATTENTION, VECTOR_ADD = ops.get("gemm"), ops.get("attention"), ops.get("vector_add")
+ATTENTION_VARLEN = ops.get("attention_varlen")
 
 #: Wrong kernels may run long; right ones take a hundredth of this.
 LIMITS = Limits(steps=20_000, seconds=20)
@@ -62,14 +63,67 @@ FLASH = emit(
             "q_stages": 2,
             "staging": "own",
             "sums": "rows",
+            "rescale": "exact",
+            "overlap": "softmax",
+            "schedule": "static",
+            "head_group": 4,
         },
     ),
 )
 
-SOURCES = [PINGPONG, COOPERATIVE, CP_ASYNC, RESIDUAL, FLASH, VECTOR]
+FLASH_DYNAMIC = emit(
+    ATTENTION,
+    ATTENTION_PROBLEM,
+    Config(
+        template="attention_tma",
+        params={
+            "block_n": 64,
+            "carry": "narrow",
+            "consumers": 2,
+            "kv_stages": 2,
+            "pingpong": "off",
+            "q_stages": 2,
+            "staging": "own",
+            "sums": "lanes",
+            "rescale": "lazy",
+            "overlap": "softmax",
+            "schedule": "dynamic",
+            "head_group": 4,
+        },
+    ),
+)
+
+VARLEN_PROBLEM = ATTENTION_VARLEN.problem((8, 8, 8 * 1024, 64), kv_heads=4, max_q=2048, causal="bottom-right", lse=True)
+VARLEN = emit(
+    ATTENTION_VARLEN,
+    VARLEN_PROBLEM,
+    Config(
+        template="attention_varlen",
+        params={
+            "block_n": 64,
+            "carry": "wide",
+            "consumers": 2,
+            "kv_stages": 2,
+            "pingpong": "scores",
+            "q_stages": 1,
+            "staging": "q",
+            "sums": "lanes",
+        },
+    ),
+)
+
+DECODE_PROBLEM = ATTENTION.problem((16, 32, 2, 64), kv_heads=8, kv_len=8192, causal="bottom-right", lse=True)
+DECODE = emit(
+    ATTENTION,
+    DECODE_PROBLEM,
+    Config(template="attention_decode", params={"block_n": 64, "kv_stages": 2, "splits": 3}),
+)
+
+SOURCES = [PINGPONG, COOPERATIVE, CP_ASYNC, RESIDUAL, FLASH, FLASH_DYNAMIC, DECODE, VARLEN, VECTOR]
 
 
 def identify(source: KernelSource) -> str:
     """For test ids."""
     epilogue = getattr(source.problem, "epilogue", "none")
-    return source.config.template if epilogue == "none" else f"{source.config.template}+{epilogue}"
+    words = [source.config.template] + ([epilogue] if epilogue != "none" else [])
+    return "+".join(words + (["dynamic"] if source.config.params.get("schedule") == "dynamic" else []))

@@ -47,6 +47,21 @@ FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "softcap": st.floats(0.0, 100.0),
         "lse": st.booleans(),
     },
+    "attention_varlen": {
+        "B": st.integers(100, 2**20),
+        "H": st.sampled_from([12, 24, 48]),
+        "total_q": st.integers(0, 10**5),
+        "D": st.integers(1, 32).map(lambda eights: 8 * eights),
+        "kv_heads": st.sampled_from([1, 2, 3, 4, 6, 12]),
+        "total_kv": st.integers(0, 10**5),
+        "max_q": st.integers(1000, 2**24),
+        "max_kv": st.integers(1000, 2**24),
+        "dtype": st.sampled_from(["bf16", "fp16"]),
+        "causal": st.sampled_from(["bottom-right", "top-left"]),
+        "window": st.integers(0, 5000),
+        "softcap": st.floats(0.0, 100.0),
+        "lse": st.booleans(),
+    },
     "vector_add": {"n": st.integers(0, 2**40), "dtype": DTYPES},
 }
 

@@ -16,6 +16,7 @@ from tlxgen.simulator.check import check, small_cases
 
 H200 = devices.target("h200")
 GEMM, ATTENTION, VECTOR_ADD = ops.get("gemm"), ops.get("attention"), ops.get("vector_add")
+ATTENTION_VARLEN = ops.get("attention_varlen")
 SCHEDULES = 20
 
 PROBLEMS: list[Problem] = [
@@ -33,6 +34,15 @@ PROBLEMS: list[Problem] = [
     ATTENTION.problem((4, 32, 4096, 64), causal="top-left", window=100, dtype="fp16"),
     ATTENTION.problem((4, 16, 4096, 256), causal="bottom-right", softcap=30.0),
     ATTENTION.problem((4, 32, 4096, 96), causal="bottom-right", window=200, softcap=50.0),
+    ATTENTION.problem((64, 32, 1, 128), kv_heads=8, kv_len=4096),
+    ATTENTION.problem((8, 32, 4, 64), kv_heads=8, kv_len=8192, causal="bottom-right", lse=True, dtype="fp16"),
+    ATTENTION.problem((8, 16, 3, 80), kv_heads=2, kv_len=8192, causal="bottom-right", window=600, softcap=50.0),
+    ATTENTION.problem((8, 16, 60, 256), kv_len=60, causal="top-left", window=30),
+    ATTENTION_VARLEN.problem((8, 32, 8192, 128), max_q=4096),
+    ATTENTION_VARLEN.problem((8, 32, 8192, 128), max_q=4096, kv_heads=8, causal="bottom-right", lse=True),
+    ATTENTION_VARLEN.problem((8, 32, 8192, 64), max_q=4096, causal="top-left", window=100, dtype="fp16"),
+    ATTENTION_VARLEN.problem((8, 16, 8192, 256), max_q=4096, causal="top-left", softcap=30.0),
+    ATTENTION_VARLEN.problem((8, 32, 8192, 96), max_q=4096, causal="bottom-right", window=200, softcap=50.0),
     VECTOR_ADD.problem((2**20,)),
     VECTOR_ADD.problem((2**20 + 1,), dtype="fp32"),
 ]

@@ -15,7 +15,9 @@ from tlxgen.simulator.check import check
 #: Slips that change nothing, reviewed one by one: pattern of their names → why they are harmless.
 HARMLESS = {
     r"double: tlx\.(barrier_wait|async_descriptor_store_wait|async_load_wait_group)\(.*": "what has been waited for passes at once",
-    r"double: tlx\.(local_store|fence)\(.*": "the same once more, before anybody can look",
+    r"double: (tlx\.(local_store|fence)|tl\.store)\(.*": "the same once more, before anybody can look",
+    r"(drop: tlx\.fence\(\"async_shared\"\)|swap: tlx\.local_store\(q_tile.* / tlx\.fence.*|swap: tlx\.fence.* / last = .*)": "the compiler fences what is stored before a product reads it (ProxyFenceInsertion)",
+    r"swap: (acc = tlx\.async_dot_wait\(0, acc\) \* inverse.* / out_ptrs = |tlx\.local_store\(staging.* / place = |tl\.store\(partial_ptrs.* / tl\.store\(partial_lse_ptr).*": "an address, or two stores, in another order",
     r"double: tlx\.async_load_commit_group\(.*": "an empty group in between makes the waits stricter, and slower",
     r"swap: \w+ = tlx\.alloc_barriers\(.* / .*": "allocations in another order",
     r"swap: tlx\.barrier_expect_bytes\(.* / tlx\.async_(descriptor_load|load)\(.*": "bytes may come before they are expected: the phase still lacks its arrival",
@@ -25,13 +27,16 @@ HARMLESS = {
     r"swap: tlx\.async_descriptor_store_wait\(0\) / tlx\.barrier_expect_bytes\(loaded, .*": "the barrier of the residual has nothing to do with the store before",
     r"swap: (acc = )?tlx\.(async_load_wait_group|async_dot_wait)\(.* / tl\.debug_barrier\(\)": "the compiler puts a barrier between the wait and the next access by itself (Membar)",
     r"swap: acc = tlx\.async_dot_wait\(0, acc\) / tlx\.async_load_wait_group\(0\)": "two waits in another order",
-    r"swap: .* / (q = tlx\.local_reshape|staging = out_tiles|q_stage, q_phase = next_stage).*": "a view, or a step of the ring, in another order",
-    r"swap: release\([kv]_empty.* / (scores = masked|acc = acc \* factor|p, largest, total, factor = |tlx\.async_descriptor_store_wait).*": "registers and stores do not care when keys and values are released",
+    r"swap: .* / (q = tlx\.local_reshape|staging = (out|q)_tiles|q_stage, q_phase = next_stage).*": "a view, or a step of the ring, in another order",
+    r"swap: release\([kv]_empty.* / (scores = masked|acc = acc \* factor|acc = rescaled|p, largest, total, factor = |tlx\.async_descriptor_store_wait).*": "registers and stores do not care when keys and values are released",
     r"swap: release\(q_empty\[slot\]\) / tlx\.barrier_wait\(v_full.*": "Q has been read: when that is said does not matter to the values",
     r"swap: tlx\.async_descriptor_load\(k_desc.* / tlx\.barrier_wait\(v_empty.*": "keys are loaded later: only slower",
     r"swap: tlx\.barrier_wait\(k_full.* / tlx\.named_barrier_wait\(my_turn, 256\)": "two waits in another order",
     r"swap: tlx\.named_barrier_wait\(my_turn, 256\) / scores = tlx\.async_dot.*": "turns at the tensor cores are for speed alone",
     r"swap: tlx\.named_barrier_arrive\(next_turn, 256\) / scores = tlx\.async_dot_wait\(1, scores\)": "the turn is handed over later: only slower",
+    r"swap: tlx\.named_barrier_arrive\(next_turn, 256\) / tlx\.barrier_wait\(v_full.*": "the turn is handed over later: only slower",
+    r"swap: acc = tlx\.async_dot_wait\(0, acc\) / release\(v_empty\[v_stage\]\)": "after a tile's last product, where the output goes through Q: the next values are loaded after the next Q, and so after this wait",
+    r"(swap: tlx\.local_store\(next_tiles.* / tlx\.barrier_arrive\(next_known.*|(drop|swap): tlx\.barrier_wait\(next_known.*)": "the tile's first keys, expected after the store and waited for before the load, order them too; within the warps of one task only this barrier does",
     r"swap: scores = tlx\.async_dot_wait\(1, scores\) / release\(k_empty\[stage\]\)": "the ring of values orders it: these keys are overwritten after the values that are released after this wait",
 }  # fmt: skip
 

@@ -11,7 +11,18 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests import emitted
-from tests.emitted import COOPERATIVE, CP_ASYNC, FLASH, LIMITS, PINGPONG, RESIDUAL, VECTOR
+from tests.emitted import (
+    COOPERATIVE,
+    CP_ASYNC,
+    DECODE,
+    FLASH,
+    FLASH_DYNAMIC,
+    LIMITS,
+    PINGPONG,
+    RESIDUAL,
+    VARLEN,
+    VECTOR,
+)
 from tlxgen.emit import KernelSource
 from tlxgen.simulator.check import check
 
@@ -152,12 +163,78 @@ FLASH_BUGS = [
     bug("stores are left behind", "tlx.async_descriptor_store_wait(0)  # shared memory must", "pass  # shared memory must", "unfinished_at_exit"),
 ]  # fmt: skip
 
+DYNAMIC_BUGS = [
+    bug("tiles are worked on twice", "return drawn + tl.num_programs(0)", "return drawn", "data_race wrong_result"),
+    bug("a tile is left out", "return drawn + tl.num_programs(0)", "return drawn + tl.num_programs(0) + 1", "wrong_result"),
+    bug("the consumers take the tile of the other stage", "tl.max(tlx.local_load(next_tiles[q_stage]), 0)", "tl.max(tlx.local_load(next_tiles[q_stage ^ 1]), 0)", "unwritten_shared data_race deadlock roles_out_of_step wrong_result"),
+    bug("the next tile is announced to the other stage", "tlx.barrier_arrive(next_known[q_stage])", "tlx.barrier_arrive(next_known[q_stage ^ 1])", "deadlock barrier_reuse"),
+    bug("the next tile is not announced", "tlx.barrier_arrive(next_known[q_stage])", "pass", "deadlock"),
+    bug("the count starts anew too early", "if drawn == tiles - 1:", "if drawn == tiles - 2:", "wrong_result data_race deadlock limit"),
+    bug("Q is not waited for", "tlx.barrier_wait(q_full[slot], q_phase)", "pass", "data_race early_release unwritten_shared"),
+    bug("Q is not released", "release(q_empty[slot])", "pass", "deadlock"),
+    bug("heads of the last group overlap", "width = min(4, tiles // row_tiles - first)", "width = 4", "wrong_result out_of_bounds deadlock roles_out_of_step"),
+    bug("long rows come last", "row_tiles - 1 - index // width", "row_tiles - index // width", "wrong_result out_of_bounds deadlock roles_out_of_step"),
+    bug("the old output is not rescaled", "acc = rescaled(acc, factor)", "acc = acc", "wrong_result"),
+    bug("the old sums are not rescaled", "total * factor[:, None] + sums", "total + sums", "wrong_result"),
+    bug("probabilities may overflow", "slack = 8.0 / scale", "slack = 1000.0 / scale", "wrong_result"),
+]  # fmt: skip
+
+VARLEN_BUGS = [
+    bug("values are released before they are read", "acc = tlx.async_dot_wait(0, acc)\n                        release(v_empty[v_stage])\n                        acc = acc *", "release(v_empty[v_stage])\n                        acc = tlx.async_dot_wait(0, acc)\n                        acc = acc *", "early_release"),
+    bug("Q is released while the output leaves through it", "                    tlx.async_descriptor_store_wait(0)\n", "", "early_release"),
+    bug("the producer takes a tile behind the end", "if row < q_len:", "if row <= q_len:", "roles_out_of_step deadlock unfinished_at_exit", 1),
+    bug("the producer leaves out short tiles", "if row < q_len:", "if row + 1 < q_len:", "roles_out_of_step deadlock", 1),
+    bug("the producer takes rows for keys", "= spans(q_ends, kv_ends, sequence)", "= spans(kv_ends, q_ends, sequence)", "roles_out_of_step deadlock wrong_result", 1),
+    bug("keys start where the rows do", "kv_start = tl.load(kv_ends + sequence)", "kv_start = tl.load(q_ends + sequence)", "wrong_result roles_out_of_step deadlock"),
+    bug("the last sequence is looked for one further", "kv_len = tl.load(kv_ends + sequence + 1)", "kv_len = tl.load(kv_ends + sequence + 2)", "out_of_bounds wrong_result"),
+    bug("keys count from the next sequence's end", "keys = FAR - kv_len", "keys = FAR - kv_len + 1", "wrong_result"),
+    bug("the end of Q is one late", "[FAR, q_start + q_len, head, rows, 0]", "[FAR, q_start + q_len + 1, head, rows, 0]", "wrong_result"),
+    bug("addresses wrap to elsewhere", "tlx.async_descriptor_load(v_desc, v_tiles[stage], [FAR,", "tlx.async_descriptor_load(v_desc, v_tiles[stage], [FAR - 1,", "out_of_bounds wrong_result error"),
+    bug("the output runs into the next sequence", "staging, [FAR, q_start + q_len, head, FAR - q_len + row, 0]", "staging, [FAR, q_start + q_len + WG_M, head, FAR - WG_M - q_len + row, 0]", "data_race wrong_result out_of_bounds"),
+    bug("the log-sum-exp runs into the next sequence", "mask=rows < q_len", "mask=rows < q_len + 1", "data_race wrong_result out_of_bounds"),
+    bug("the log-sum-exp of every sequence lies at the start", "total_q + q_start + rows", "total_q + rows", "data_race wrong_result"),
+]  # fmt: skip
+
+DECODE_BUGS = [
+    bug("keys are not waited for", "tlx.barrier_wait(k_full[stage], phase)", "pass", "data_race early_release unwritten_shared"),
+    bug("values are not waited for", "tlx.barrier_wait(v_full[v_stage], v_phase)", "pass", "data_race early_release unwritten_shared"),
+    bug("keys are not released", "release(k_empty[stage])", "pass", "deadlock"),
+    bug("values are not released", "release(v_empty[v_stage])", "pass", "deadlock"),
+    bug("keys are released under way", "scores = tlx.async_dot_wait(1, scores)", "scores = tlx.async_dot_wait(2, scores)", "early_accumulator"),
+    bug("values are released under way", "acc = tlx.async_dot_wait(0, acc)", "acc = tlx.async_dot_wait(1, acc)", "early_accumulator early_release"),
+    bug("one warp does not arrive", "% 32 == 0", "% 64 == 0", "deadlock"),
+    bug("the producer's phase is inverted", "phase = 1 ", "phase = 0 ", "deadlock"),
+    bug("the producer skips the last block", "range(end - 1, first - 1, -1)", "range(end - 1, first, -1)", "deadlock roles_out_of_step"),
+    bug("the consumer skips the last block", "range(end - 2, first - 1, -1)", "range(end - 2, first, -1)", "roles_out_of_step wrong_result"),
+    bug("the walk begins at the wrong end", "masked(scores, last, (end - 1) * BLOCK_N)", "masked(scores, last, first * BLOCK_N)", "wrong_result"),
+    bug("splits overlap", "end = (split + 1) * blocks // splits", "end = (split + 1) * blocks // splits + 1", "wrong_result"),
+    bug("a block belongs to no split", "end = (split + 1) * blocks // splits", "end = first + blocks // splits", "wrong_result"),
+    bug("rows and heads in each other's place", "(rows // q_len).to(tl.int64) * head_stride + (rows % q_len)", "(rows % q_len).to(tl.int64) * head_stride + (rows // q_len)", "wrong_result out_of_bounds"),
+    bug("the mask counts rows of the tile", "last = rows % q_len", "last = rows", "wrong_result"),
+    bug("the diagonal starts at the top", "rows % q_len + (kv_len - q_len)", "rows % q_len", "wrong_result"),
+    bug("the old output is not rescaled", "acc = acc * factor[:, None]", "acc = acc", "wrong_result"),
+    bug("heads share the wrong keys", "kv_head = pair % kv_heads", "kv_head = pair // kv_heads", "wrong_result out_of_bounds data_race"),
+    bug("too few bytes of V", "barrier_expect_bytes(v_full[stage], 8192)", "barrier_expect_bytes(v_full[stage], 4096)", "wrong_byte_count"),
+    bug("rows of Q beyond the tile", "inside = rows[:, None] < tile_rows", "inside = rows[:, None] < BLOCK_M", "out_of_bounds"),
+    bug("splits store to one place", "(pair.to(tl.int64) * splits + split) * tile_rows", "pair.to(tl.int64) * splits * tile_rows", "data_race"),
+    bug("the last but one combines", "== splits - 1:", "== splits - 2:", "wrong_result data_race"),
+    bug("everyone combines", "== splits - 1:", ">= 0:", "data_race"),
+    bug("a split arrives before its result", "            place = ", "            came = tl.atomic_add(arrived_ptr + pair, 1)\n            place = ", "data_race", also=('tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel", scope="gpu")', "came")),
+    bug("arrivals of all heads are counted together", "arrived_ptr + pair", "arrived_ptr", "wrong_result data_race"),
+    bug("a split that is not there counts", 'mask=seen, other=float("-inf")', "mask=seen, other=0.0", "wrong_result"),
+    bug("results are combined by other logarithms", "largest * scale + tl.math.log2(total), float", "(largest * scale + tl.math.log2(total)) * 0.6931471805599453, float", "wrong_result"),
+    bug("the output of a wrong tile", "kv_head.to(tl.int64) * group * out_head_stride", "kv_head.to(tl.int64) * out_head_stride", "wrong_result data_race"),
+]  # fmt: skip
+
 PLANTED: list[tuple[KernelSource, Bug]] = [
     *((PINGPONG, one) for one in (*RING_BUGS, *PINGPONG_BUGS)),
     *((COOPERATIVE, one) for one in (*RING_BUGS, *COOPERATIVE_BUGS)),
     *((CP_ASYNC, one) for one in CP_ASYNC_BUGS),
     *((RESIDUAL, one) for one in (*RING_BUGS, *COOPERATIVE_BUGS, *RESIDUAL_BUGS)),
     *((FLASH, one) for one in FLASH_BUGS),
+    *((FLASH_DYNAMIC, one) for one in DYNAMIC_BUGS),
+    *((VARLEN, one) for one in VARLEN_BUGS),
+    *((DECODE, one) for one in DECODE_BUGS),
     *((VECTOR, one) for one in VECTOR_BUGS),
 ]
 

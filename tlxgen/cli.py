@@ -26,7 +26,10 @@ _log = Console(stderr=True)
 _Operator = Annotated[str, typer.Argument(help=f"One of {', '.join(ops.NAMES)}.", show_default=False)]
 _Sizes = Annotated[
     list[str],
-    typer.Argument(help="Sizes in order: M N K for gemm, B H S D for attention, n for vector_add.", show_default=False),
+    typer.Argument(
+        help="Sizes: gemm M N K, attention B H S D, attention_varlen B H TOTAL D (TOTAL rows), vector_add n.",
+        show_default=False,
+    ),
 ]
 _DType = Annotated[str, typer.Option(help="bf16, fp16 or fp32 (through TF32).")]
 _OutDType = Annotated[str | None, typer.Option(help="Output dtype of gemm; the input's by default.")]
@@ -36,10 +39,14 @@ _Epilogue = Annotated[
 ]
 _KvHeads = Annotated[int | None, typer.Option(help="Heads of k and v of attention; H by default.")]
 _KvLen = Annotated[int | None, typer.Option(help="Length of k and v of attention; S by default.")]
+_TotalKv = Annotated[int | None, typer.Option(help="Keys of all sequences of attention_varlen; TOTAL by default.")]
+_MaxQ = Annotated[int | None, typer.Option(help="Rows of attention_varlen's longest sequence; all alike by default.")]
+_MaxKv = Annotated[int | None, typer.Option(help="Keys of its longest sequence; as its rows by default.")]
 _Causal = Annotated[str | None, typer.Option(help="Of attention: none, bottom-right (as FlashAttention) or top-left.")]
 _Window = Annotated[int | None, typer.Option(help="Keys that a row of causal attention sees, itself included.")]
 _Softcap = Annotated[float | None, typer.Option(help="Scores of attention become CAP * tanh(score / CAP).")]
 _Lse = Annotated[bool, typer.Option("--lse", help="Attention also gives each row's log-sum-exp.")]
+_Exact = Annotated[bool, typer.Option("--exact", help="Attention rescales at every rise of a row's largest score.")]
 _Json = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout.")]
 _Target = Annotated[str | None, typer.Option(help="GPU to compile for: h200, h100, h100-pcie, h20, ….")]
 
@@ -52,10 +59,14 @@ _PROBLEM_OPTIONS = (
     "epilogue",
     "kv_heads",
     "kv_len",
+    "total_kv",
+    "max_q",
+    "max_kv",
     "causal",
     "window",
     "softcap",
     "lse",
+    "exact",
 )
 
 
@@ -80,10 +91,14 @@ def tune(
     epilogue: _Epilogue = None,
     kv_heads: _KvHeads = None,
     kv_len: _KvLen = None,
+    total_kv: _TotalKv = None,
+    max_q: _MaxQ = None,
+    max_kv: _MaxKv = None,
     causal: _Causal = None,
     window: _Window = None,
     softcap: _Softcap = None,
     lse: _Lse = False,
+    exact: _Exact = False,
     trials: Annotated[int | None, typer.Option(min=1, help="Distinct candidates; 200, or 24 without a GPU.")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="Time for the search.")] = 120.0,
     sampler: Annotated[str, typer.Option(help="tpe, random, exhaustive, qmc or gp.")] = "tpe",
@@ -127,10 +142,14 @@ def show(
     epilogue: _Epilogue = None,
     kv_heads: _KvHeads = None,
     kv_len: _KvLen = None,
+    total_kv: _TotalKv = None,
+    max_q: _MaxQ = None,
+    max_kv: _MaxKv = None,
     causal: _Causal = None,
     window: _Window = None,
     softcap: _Softcap = None,
     lse: _Lse = False,
+    exact: _Exact = False,
     target: _Target = None,
     as_json: _Json = False,
 ) -> None:
@@ -159,10 +178,14 @@ def emit(
     epilogue: _Epilogue = None,
     kv_heads: _KvHeads = None,
     kv_len: _KvLen = None,
+    total_kv: _TotalKv = None,
+    max_q: _MaxQ = None,
+    max_kv: _MaxKv = None,
     causal: _Causal = None,
     window: _Window = None,
     softcap: _Softcap = None,
     lse: _Lse = False,
+    exact: _Exact = False,
     target: _Target = None,
     template: Annotated[str | None, typer.Option(help="A template; the model's favourite config of it.")] = None,
     param: Annotated[list[str] | None, typer.Option("--param", "-p", help="name=value; may be given again.")] = None,
@@ -199,10 +222,14 @@ def check(
     epilogue: _Epilogue = None,
     kv_heads: _KvHeads = None,
     kv_len: _KvLen = None,
+    total_kv: _TotalKv = None,
+    max_q: _MaxQ = None,
+    max_kv: _MaxKv = None,
     causal: _Causal = None,
     window: _Window = None,
     softcap: _Softcap = None,
     lse: _Lse = False,
+    exact: _Exact = False,
     target: _Target = None,
     config: Annotated[str | None, typer.Option(help="'TEMPLATE name=value ...', as `show` prints it.")] = None,
     template: Annotated[str | None, typer.Option(help="A template; the model's favourite config of it.")] = None,
