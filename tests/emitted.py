@@ -108,6 +108,9 @@ VARLEN = emit(
             "q_stages": 1,
             "staging": "q",
             "sums": "lanes",
+            "rescale": "exact",
+            "overlap": "softmax",
+            "head_group": 4,
         },
     ),
 )

@@ -19,6 +19,7 @@ from tlxgen.config import Config
 from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError, LaunchError
 from tlxgen.ops.attention_varlen import AttentionVarlenProblem, Lengths, drawn_lengths
+from tlxgen.simulator import meanings
 from tlxgen.simulator.machine import Machine
 from tlxgen.simulator.program import load
 
@@ -202,7 +203,7 @@ class Call:
             self.inputs["lse"].fill_(float("nan"))
         module: Any = SimpleNamespace(arguments=program["arguments"])
         grid, args = VARLEN.arguments(module, self.inputs, out, num_sms=num_sms)
-        machine = Machine(frozenset(), seed=1)
+        machine = Machine(seed=1, assembly=meanings.meaning)
         program["kernel"].launch(machine, grid, args, program["OPTIONS"])
         assert not machine.findings, machine.findings[0]
         return out
@@ -274,7 +275,7 @@ class TestKernels:
         source = emit(VARLEN, one.problem, one.config)
         program = load(source.file_name, source.text)
         grid, args = program["arguments"](**one.inputs, out=room[:73], num_sms=2)
-        machine = Machine(frozenset(), seed=1)
+        machine = Machine(seed=1, assembly=meanings.meaning)
         program["kernel"].launch(machine, grid, args, program["OPTIONS"])
         assert not machine.findings
         assert torch.equal(room[73:], torch.full_like(room[73:], 7.0))

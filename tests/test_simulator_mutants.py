@@ -36,6 +36,7 @@ HARMLESS = {
     r"swap: tlx\.named_barrier_arrive\(next_turn, 256\) / scores = tlx\.async_dot_wait\(1, scores\)": "the turn is handed over later: only slower",
     r"swap: tlx\.named_barrier_arrive\(next_turn, 256\) / tlx\.barrier_wait\(v_full.*": "the turn is handed over later: only slower",
     r"swap: acc = tlx\.async_dot_wait\(0, acc\) / release\(v_empty\[v_stage\]\)": "after a tile's last product, where the output goes through Q: the next values are loaded after the next Q, and so after this wait",
+    r"swap: index = tl\.max\(tlx\.local_load\(next_tiles.* / tlx\.barrier_wait\(v_full.*": "which tile is next is read one wait later: the stage that says so is released later still",
     r"(swap: tlx\.local_store\(next_tiles.* / tlx\.barrier_arrive\(next_known.*|(drop|swap): tlx\.barrier_wait\(next_known.*)": "the tile's first keys, expected after the store and waited for before the load, order them too; within the warps of one task only this barrier does",
     r"swap: scores = tlx\.async_dot_wait\(1, scores\) / release\(k_empty\[stage\]\)": "the ring of values orders it: these keys are overwritten after the values that are released after this wait",
 }  # fmt: skip

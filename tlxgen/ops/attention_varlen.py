@@ -191,7 +191,7 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
             return Resources(tiles + 1024, 0, threads, rows * head // threads)
         consumers, q_stages, kv_stages = (int(p[name]) for name in ("consumers", "q_stages", "kv_stages"))
         tiles = (q_stages + (p["staging"] == "own")) * rows + 2 * kv_stages * block_n
-        barriers = 2 * q_stages * consumers + 4 * kv_stages
+        barriers = 2 * q_stages * consumers + 4 * kv_stages + q_stages
         return Resources(
             shared_bytes=tiles * head * item + 8 * barriers + 1024,
             mbarriers=barriers,
@@ -222,6 +222,9 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
                 "registers": _REGISTERS[int(p["consumers"])],
                 "own_staging": p["staging"] == "own",
                 "lane_sums": p["sums"] == "lanes",
+                "dynamic": True,
+                "lazy": p["rescale"] == "lazy",
+                "rescaled_values": head * _WG_M // Hopper.WARP_GROUP_THREADS,  # of the output, in one thread
                 "q_bytes": _WG_M * head * item,
                 "kv_bytes": int(p["block_n"]) * head * item,
                 "turn": 9,  # named barriers 0 to 8 belong to the compiler
