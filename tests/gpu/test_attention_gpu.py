@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tlxgen import devices, ops
+from tlxgen import accuracy, devices, ops
 from tlxgen.candidates import candidates
 from tlxgen.compile_pool import CompilePool
 from tlxgen.config import Config
@@ -117,3 +117,34 @@ def test_the_same_arguments_may_be_launched_again(splits: int) -> None:
         results.append(out.clone())
     assert all(torch.equal(result, results[0]) for result in results)
     torch.testing.assert_close(results[0], ATTENTION.eager(problem, inputs), rtol=2e-2, atol=2e-3)
+
+
+def test_other_libraries_are_timed_beside_candidates(child: Child) -> None:
+    problem = ATTENTION.problem((2, 4, 1000, 64), causal="bottom-right")
+    card = Card("attention", problem, seed=5, child=child)
+    card.setup()
+    assert "cudnn" in card.invite()
+    assert (
+        card.gate("candidate", emit(ATTENTION, problem, candidates(problem, H200, ("attention_tma",))[0])).status
+        == "ok"
+    )
+    found = card.measure(["candidate"], 3)
+    assert {"candidate", "cudnn"} <= set(found)
+    assert all(time_us > 0 for times in found.values() for time_us in times)
+
+
+@pytest.mark.parametrize("rescale", ["exact", "lazy"])
+def test_scores_that_rise_in_every_block_are_as_exact_as_in_the_library(rescale: str) -> None:
+    problem = ATTENTION.problem((1, 4, 2000, 128), causal="bottom-right")
+    config = candidates(problem, H200, ("attention_tma",))[0]
+    inputs = ATTENTION.inputs(problem, "cuda", 0)
+    inputs["k"] = inputs["k"] * torch.linspace(12.0, 0.1, 2000, device="cuda")[:, None].to(inputs["k"].dtype)
+    out = ATTENTION.output(problem, inputs)
+    module = load(
+        emit(ATTENTION, problem, Config(template=config.template, params={**config.params, "rescale": rescale}))
+    )
+    grid, args = ATTENTION.arguments(module, inputs, out, num_sms=132)
+    Launcher(module, args, torch.cuda.get_device_capability())(grid, torch.cuda.current_stream().cuda_stream, args)
+    reference = ATTENTION.reference(problem, inputs)
+    library = accuracy.error(ATTENTION.eager(problem, inputs), reference).norm
+    assert accuracy.error(out, reference).norm <= 1.2 * library
