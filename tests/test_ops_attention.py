@@ -16,7 +16,7 @@ import tlxgen
 from tlxgen import accuracy, devices, loader, ops
 from tlxgen.candidates import candidates
 from tlxgen.config import Config
-from tlxgen.emit import emit
+from tlxgen.emit import KernelSource, emit
 from tlxgen.errors import InvalidProblemError
 from tlxgen.ops.attention import AttentionProblem
 from tlxgen.simulator import meanings
@@ -251,6 +251,37 @@ def test_hard_scores_are_as_exact_as_in_the_library(
     reference = ATTENTION.reference(one.problem, one.inputs)
     library = accuracy.error(ATTENTION.eager(one.problem, one.inputs), reference).norm
     assert accuracy.error(one.check(), reference).norm <= 1.2 * library
+
+
+class TestOutputInHalves:
+    """Heads too large for a staging tile of their own: the output goes through half of one, twice."""
+
+    def source(self) -> KernelSource:
+        made = problem((1, 2, 300, 200), causal="bottom-right", lse=True)
+        legal = candidates(made, H200, ("attention_tma",))
+        return emit(ATTENTION, made, next(c for c in legal if c.params["staging"] == "half"))
+
+    def test_is_whole(self) -> None:
+        report = check(self.source(), 6)
+        assert report.clean, report.findings[0]
+
+    @pytest.mark.parametrize(
+        ("old", "new", "kind"),
+        [
+            (
+                "0])\n                tlx.async_descriptor_store_wait(0)\n",
+                "0])\n",
+                "early_release",
+            ),
+            ("row, 128])", "row, 0])", "wrong_result"),
+            ("left, right = tl.split", "right, left = tl.split", "wrong_result"),
+        ],
+    )
+    def test_with_a_slip_is_found(self, old: str, new: str, kind: str) -> None:
+        source = self.source()
+        assert source.text.count(old) == 1
+        report = check(replace(source, text=source.text.replace(old, new)), 2)
+        assert kind in {finding.kind for finding in report.findings}
 
 
 def test_a_problem_may_forbid_lazy_rescaling() -> None:

@@ -56,7 +56,14 @@ _VANILLA_ATTENTION = 0.6  # plain Triton's share of a TMA kernel's rate; not mea
 #: an H200, and its parameters. A config counts as 2 % slower for each that differs.
 _USUAL: dict[str, Value] = {"q_stages": 2, "staging": "own", "sums": "lanes", "carry": "narrow", "overlap": "softmax"}
 _CAUSAL: dict[str, Value] = {**_USUAL, "rescale": "lazy", "schedule": "dynamic", "head_group": 16, "pingpong": "off"}
-_LARGE: dict[str, Value] = {**_USUAL, "sums": "rows", "rescale": "exact", "overlap": "scores", "pingpong": "off"}
+_LARGE: dict[str, Value] = {
+    **_USUAL,
+    "staging": "q",
+    "sums": "rows",
+    "rescale": "exact",
+    "overlap": "scores",
+    "pingpong": "off",
+}
 _ATTENTION: dict[tuple[int, bool], tuple[float, dict[str, Value]]] = {
     (64, False): (
         0.49,

@@ -33,6 +33,9 @@ _ROW_CHUNK = 1024  # rows of the reference at a time
 #: setmaxnreg of each consumer warp group, by their number (`tlxgen.ops.gemm`).
 _REGISTERS = {2: 240, 3: 160}
 
+#: Parts of the output that go through shared memory of their own one after the other.
+STAGED_PARTS = {"own": 1, "half": 2}
+
 #: What each template reads and writes through TMA.
 _TMA_TENSORS = {"attention_tma": ("q", "k", "v", "out"), "attention_decode": ("k", "v"), "attention_vanilla": ()}
 
@@ -153,7 +156,7 @@ class Attention(Operator[AttentionProblem]):
             return Resources(tiles + 1024, 0, threads, int(p["block_m"]) * head // threads)
         consumers, q_stages, kv_stages = (int(p[name]) for name in ("consumers", "q_stages", "kv_stages"))
         rows = consumers * _WG_M
-        staging = rows * head * item if p["staging"] == "own" else 0
+        staging = rows * head * item // STAGED_PARTS[str(p["staging"])] if p["staging"] != "q" else 0
         barriers = 2 * q_stages * consumers + 4 * kv_stages + (q_stages if p["schedule"] == "dynamic" else 0)
         tiles = (q_stages * rows + 2 * kv_stages * block_n) * head * item
         return Resources(
@@ -183,7 +186,9 @@ class Attention(Operator[AttentionProblem]):
             context |= {
                 "block_m": consumers * _WG_M,
                 "registers": _REGISTERS[consumers],
-                "own_staging": p["staging"] == "own",
+                "own_staging": p["staging"] != "q",
+                "halves": p["staging"] == "half",
+                "out_columns": head // 2 if p["staging"] == "half" else head,
                 "lane_sums": p["sums"] == "lanes",
                 "dynamic": p["schedule"] == "dynamic",
                 "lazy": p["rescale"] == "lazy",

@@ -22,7 +22,7 @@ from tlxgen.config import Config, Value
 from tlxgen.devices import Gpu, Hopper
 from tlxgen.ops import attention_varlen_torch
 from tlxgen.ops.attention import OPERATOR as ATTENTION
-from tlxgen.ops.attention import AttentionProblem, Causal
+from tlxgen.ops.attention import STAGED_PARTS, AttentionProblem, Causal
 from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors
 from tlxgen.problem import ITEM_BYTES, Problem, dtype_name, parse_problem, torch_dtype
 
@@ -190,7 +190,8 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
             tiles = (rows + 2 * int(p["num_stages"]) * block_n) * head * item
             return Resources(tiles + 1024, 0, threads, rows * head // threads)
         consumers, q_stages, kv_stages = (int(p[name]) for name in ("consumers", "q_stages", "kv_stages"))
-        tiles = (q_stages + (p["staging"] == "own")) * rows + 2 * kv_stages * block_n
+        staged = rows // STAGED_PARTS[str(p["staging"])] if p["staging"] != "q" else 0
+        tiles = q_stages * rows + staged + 2 * kv_stages * block_n
         barriers = 2 * q_stages * consumers + 4 * kv_stages + q_stages
         return Resources(
             shared_bytes=tiles * head * item + 8 * barriers + 1024,
@@ -220,7 +221,9 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
             item = ITEM_BYTES[problem.dtype]
             context |= {
                 "registers": _REGISTERS[int(p["consumers"])],
-                "own_staging": p["staging"] == "own",
+                "own_staging": p["staging"] != "q",
+                "halves": p["staging"] == "half",
+                "out_columns": head // 2 if p["staging"] == "half" else head,
                 "lane_sums": p["sums"] == "lanes",
                 "dynamic": True,
                 "lazy": p["rescale"] == "lazy",
