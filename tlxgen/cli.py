@@ -1,4 +1,4 @@
-"""The command line: `tlxgen tune | show | emit | check | doctor | cache`."""
+"""The command line: `tlxgen tune | show | emit | check | regress | doctor | cache`."""
 
 from __future__ import annotations
 
@@ -263,6 +263,37 @@ def check(
         chosen = _chosen_config(problem, gpu, template, param or [])
     source = emit_source(ops.get(what), problem, chosen)
     cli_check.run_source(source, schedules=schedules, seed=seed, timeline=timeline, as_json=as_json)
+
+
+@app.command()
+def regress(
+    cache: Annotated[
+        list[Path] | None, typer.Option(help="File of tuned configs; may be given again. Those of tlxgen by default.")
+    ] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML here: a test case for each row.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write a summary here, such as $GITHUB_STEP_SUMMARY.")] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="Store facts and shapes of today beside each file; never times.")
+    ] = False,
+    suites: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder of suites whose shapes must keep their rows."),
+    ] = None,
+    gpu: Annotated[
+        bool | None, typer.Option("--gpu/--no-gpu", help="Insist on timing rows, or time none. As it comes by default.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Compilers at once; one a core by default.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Check that tuned configs still hold. Exit status 1 if one does not.
+
+    Without a GPU: key, legality, code, compiler, facts of the binary, simulator, shapes that must have a row. On a GPU
+    of the rows' model also results and the ratio to the library.
+    """
+    from tlxgen import cli_regress
+
+    outputs = cli_regress.Outputs(junit, markdown, as_json)
+    cli_regress.run(cache or [], outputs, update=update, suites=suites, gpu=gpu, workers=workers, log=_log)
 
 
 @app.command()

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from tlxgen import ops, paths, shipped
+from tlxgen import ops, paths, shipped, tables
 from tlxgen.errors import CacheError
 from tlxgen.record import TunedRecord, TuningKey
 from tlxgen.store import Store
@@ -66,13 +64,13 @@ def list_rows(operator: OperatorOption = None, gpu: GpuOption = None, as_json: J
     if not records:
         _remark(f"no tuned config matches in {store.location}; `tlxgen tune` makes one")
         return
-    table = _table("key", "operator", "problem", "gpu", "config", "origin", "µs", "vs peer")
+    table = tables.empty("key", "operator", "problem", "gpu", "config", "origin", "µs", "vs peer")
     for record in records:
         key = record.key
         speed = f"{record.ratio:.3f} {record.peer or ''}".rstrip() if record.ratio is not None else "-"
         row = (key.id[:_SHORT_ID], key.operator, _problem(key), key.device.gpu, record.config.short, record.origin)
         table.add_row(*row, f"{record.time_us:.2f}", speed)
-    _print(table)
+    tables.show(table)
 
 
 @app.command("show")
@@ -155,11 +153,11 @@ def stale_rows(as_json: JsonOption = False) -> None:
     if not found:
         _remark("no row is stale")
         return
-    table = _table("key", "operator", "problem", "gpu", "why")
+    table = tables.empty("key", "operator", "problem", "gpu", "why")
     for record, why in found:
         key = record.key
         table.add_row(key.id[:_SHORT_ID], key.operator, _problem(key), key.device.gpu, why)
-    _print(table)
+    tables.show(table)
 
 
 @app.command("untuned")
@@ -173,10 +171,10 @@ def untuned(as_json: JsonOption = False) -> None:
     if not wanted:
         _remark("nothing was asked for that is not tuned")
         return
-    table = _table("count", "operator", "problem", "gpu", "toolchain")
+    table = tables.empty("count", "operator", "problem", "gpu", "toolchain")
     for key, count in wanted:
         table.add_row(str(count), key.operator, _problem(key), key.device.gpu, key.toolchain)
-    _print(table)
+    tables.show(table)
 
 
 @app.command("path")
@@ -248,21 +246,6 @@ def _problem(key: TuningKey) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in {"µs", "count"} else "left", overflow="fold")
-    return table
-
-
-def _print(table: Table) -> None:
-    """Into a pipe, as wide as the rows need: folded cells are for eyes, whole lines for `grep`."""
-    console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        console.width = max(80, console.measure(table, options=console.options.update(max_width=10_000)).maximum)
-    console.print(table)
 
 
 def _remark(text: str) -> None:

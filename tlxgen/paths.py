@@ -20,6 +20,8 @@ def _shipped(name: str) -> Path:
 TEMPLATES = _shipped("templates")
 SEARCH_SPACES = _shipped("search_spaces")
 SHIPPED_CACHE = _shipped("cache")
+#: Of a source tree; an installed tlxgen has none.
+SUITES = _PACKAGE.parent / "benchmarks" / "suites"
 
 
 def user_cache_dir() -> Path:

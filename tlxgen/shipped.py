@@ -28,7 +28,15 @@ def dump(records: Iterable[TunedRecord], path: Path) -> None:
     Raises:
         CacheError: the file cannot be written.
     """
-    content = "".join(f"{_line(record)}\n" for record in sorted(records, key=_order))
+    write(path, "".join(f"{_line(record)}\n" for record in sorted(records, key=_order)))
+
+
+def write(path: Path, content: str) -> None:
+    """Replaces a file at once.
+
+    Raises:
+        CacheError: the file cannot be written.
+    """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_bytes(content.encode())
@@ -46,11 +54,20 @@ def load(path: Path) -> list[TunedRecord]:
         CacheError: the file cannot be read, or a line of it holds no record; names the line.
     """
     records = []
-    for number, found in _lines(_read(path)):
+    for number, found in lines(path):
         if isinstance(found, str):
             raise CacheError(f"{path}, line {number}: {found}; correct or remove the line, or export the file again")
         records.append(found)
     return records
+
+
+def lines(path: Path) -> list[tuple[int, TunedRecord | str]]:
+    """Each line's number with its record, or with what is wrong with it; empty lines are left out.
+
+    Raises:
+        CacheError: the file cannot be read.
+    """
+    return list(_lines(_read(path)))
 
 
 def import_shipped(store: Store) -> int:

@@ -1,0 +1,132 @@
+"""What the gate says of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tlxgen import ops
+from tlxgen.errors import InvalidProblemError
+from tlxgen.facts import Facts
+from tlxgen.problem import Problem
+from tlxgen.record import TunedRecord
+
+#: Name of a check → what it asks. In this order, since each rests on those before it.
+CHECKS = {
+    "schema": "the line holds a row",
+    "dead": "the operator has this template",
+    "key": "the key is the one that tuner and run time make for the problem and the GPU",
+    "toolchain": "the row is of the installed compiler",
+    "duplicate": "no earlier line has the key",
+    "config": "the config is in the search space and legal on the GPU",
+    "code": "the config emits the code that was measured",
+    "compile": "it compiles, and the binary passes what tuning asks of it",
+    "simulator": "the simulator finds no deadlock, race or wrong result",
+    "protocol": "it was timed as finals are timed now",
+    "unrecorded": "the facts of its binary are in the ratchet",
+    "facts": "they have not become worse",
+    "removed": "a row of the ratchet is still there",
+    "coverage": "a shape of the suites that had a row has one",
+    "card": "the kernel runs on the card",
+    "numerics": "its results pass the accuracy gate",
+    "time": "its ratio to the library is what it was",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, and what to do about it.
+
+    Attributes:
+        check: one of `CHECKS`.
+        what: what is wrong, in one line.
+        remedy: what to do, in one line.
+        red: whether the gate fails over it; otherwise it is a remark.
+    """
+
+    check: str
+    what: str
+    remedy: str
+    red: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a file, or what should be one (`line` 0)."""
+
+    file: Path
+    line: int
+    name: str  #: the problem in the words of the command line, and the GPU
+    record: TunedRecord | None = None
+    trouble: str = ""  #: why the line holds no record
+
+    @property
+    def place(self) -> str:
+        """Where it stands."""
+        return f"{self.file.name}:{self.line}" if self.line else self.file.name
+
+
+@dataclass(frozen=True)
+class Retimed:
+    """A row timed again; times in microseconds, `ratio` the library's over the kernel's."""
+
+    time_us: float
+    peer_us: float
+    ratio: float
+    stored_ratio: float
+    margin: float  #: how far `ratio` may be below `stored_ratio`
+    rounds: int
+
+    @property
+    def slower(self) -> bool:
+        """Whether the ratio fell by more than noise explains."""
+        return self.ratio < self.stored_ratio - self.margin
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row with all that was found."""
+
+    row: Row
+    findings: tuple[Finding, ...] = ()
+    facts: Facts | None = None
+    seconds: float = 0.0  #: of the compiler
+    retimed: Retimed | None = None
+
+    @property
+    def red(self) -> bool:
+        """Whether the gate fails over this row."""
+        return any(finding.red for finding in self.findings)
+
+    def adding(self, *findings: Finding, **changes: Any) -> Outcome:
+        """The outcome with more findings."""
+        return replace(self, findings=(*self.findings, *findings), **changes)
+
+
+def command(verb: str, problem: Problem) -> str:
+    """The command line of a problem, with the options that differ from the operator's defaults.
+
+    >>> command("tune", ops.get("gemm").problem((512, 512, 64), dtype="fp16", epilogue="bias"))
+    'tlxgen tune gemm 512 512 64 --dtype fp16 --epilogue bias'
+    """
+    sizes = [getattr(problem, name) for name in problem.sizes]
+    words = ["tlxgen", verb, problem.operator, *map(str, sizes)]
+    for name, value in _options(problem, sizes).items():
+        flag = f"--{name.replace('_', '-')}"
+        words += [flag] if value is True else [flag, str(value)]
+    return " ".join(words)
+
+
+def _options(problem: Problem, sizes: list[int]) -> dict[str, Any]:
+    """Field by field, since the default of one (an output's dtype) may follow another."""
+    fields: Mapping[str, Any] = problem.model_dump(exclude=set(problem.sizes))
+    options: dict[str, Any] = {}
+    try:
+        for name, value in fields.items():
+            if getattr(ops.get(problem.operator).problem(sizes, **options), name) != value:
+                options[name] = value
+    except InvalidProblemError:  # the sizes alone, or some of the options, make no problem
+        return {name: value for name, value in fields.items() if value}
+    return options

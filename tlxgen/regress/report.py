@@ -1,0 +1,163 @@
+"""What the gate found: for people, for CI servers (JUnit), for a pull request (Markdown), for programs (JSON)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import typer
+
+from tlxgen import tables
+from tlxgen.regress.findings import Finding, Outcome
+
+#: What XML cannot hold, escaped or not (Extensible Markup Language 1.0, production 2).
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+@dataclass(frozen=True)
+class Report:
+    """All outcomes, what `--update` has changed, and the GPU that was there."""
+
+    outcomes: tuple[Outcome, ...]
+    changes: tuple[str, ...] = ()
+    gpu: str = ""  #: its slug; empty where there was none, or it was left alone
+
+    @property
+    def green(self) -> bool:
+        """Whether nothing has become worse."""
+        return not any(outcome.red for outcome in self.outcomes)
+
+    @property
+    def verdict(self) -> str:
+        """All of it in one line."""
+        rows = sum(outcome.row.line > 0 for outcome in self.outcomes)
+        red = sum(outcome.red for outcome in self.outcomes)
+        timed = sum(outcome.retimed is not None for outcome in self.outcomes)
+        where = f", {timed} of them timed on {self.gpu}" if self.gpu else " without a GPU"
+        return f"{rows} rows checked{where}: {f'{red} regressed' if red else 'green'}"
+
+    def findings(self) -> Iterator[tuple[Outcome, Finding]]:
+        """Every finding with its row, red ones first."""
+        pairs = [(outcome, finding) for outcome in self.outcomes for finding in outcome.findings]
+        return iter(sorted(pairs, key=lambda pair: not pair[1].red))
+
+
+def show(report: Report) -> None:
+    """Prints tables of what was found and timed, then what to do about each finding, then the verdict."""
+    found = list(report.findings())
+    if any(outcome.retimed for outcome in report.outcomes):
+        table = tables.empty("timed", "µs", "ratio", "stored", "margin")
+        for row in _times(report.outcomes):
+            table.add_row(*row)
+        tables.show(table)
+    if found:
+        table = tables.empty("where", "row", "check", "found")
+        for outcome, finding in found:
+            table.add_row(outcome.row.place, outcome.row.name, _check(finding), finding.what)
+        tables.show(table)
+        typer.echo("\nWhat to do")
+    for outcome, finding in found:  # not in the table: a command that is copied from here must stay in one piece
+        typer.echo(f"  {outcome.row.place} {finding.check}: {finding.remedy}")
+    for change in report.changes:
+        typer.echo(f"updated: {change}")
+    typer.echo(report.verdict)
+
+
+def _check(finding: Finding) -> str:
+    return finding.check if finding.red else f"({finding.check})"
+
+
+def _times(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str, str, str, str]]:
+    for outcome in outcomes:
+        t = outcome.retimed
+        if t is not None:
+            yield outcome.row.name, f"{t.time_us:.2f}", f"{t.ratio:.3f}", f"{t.stored_ratio:.3f}", f"{t.margin:.3f}"
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """For `--json`."""
+    return {
+        "green": report.green,
+        "rows": sum(outcome.row.line > 0 for outcome in report.outcomes),
+        "findings": [
+            {"file": str(outcome.row.file), "line": outcome.row.line, "row": outcome.row.name, **asdict(finding)}
+            for outcome, finding in report.findings()
+        ],
+        "gpu": report.gpu or None,
+        "timed": [
+            {"row": outcome.row.name, **asdict(outcome.retimed)} for outcome in report.outcomes if outcome.retimed
+        ],
+        "updated": list(report.changes),
+    }
+
+
+def to_junit(report: Report) -> str:
+    """JUnit XML: a suite for each file, a test case for each row, and for each row that is missing."""
+    root = ET.Element("testsuites", name="tlxgen regress")
+    for file in dict.fromkeys(outcome.row.file for outcome in report.outcomes):
+        outcomes = [outcome for outcome in report.outcomes if outcome.row.file == file]
+        red = sum(outcome.red for outcome in outcomes)
+        suite = ET.SubElement(root, "testsuite", name=str(file), tests=str(len(outcomes)), failures=str(red))
+        for outcome in outcomes:
+            _add_case(suite, outcome)
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _add_case(suite: ET.Element, outcome: Outcome) -> None:
+    row = outcome.row
+    name = f"{row.name} [{row.record.key.id[:8]}]" if row.record else row.name  # one problem, several toolchains
+    case = ET.SubElement(
+        suite,
+        "testcase",
+        classname=f"regress.{row.file.stem}",
+        name=_xml(name),
+        file=str(row.file),
+        line=str(row.line),
+        time=f"{outcome.seconds:.3f}",
+    )
+    red = [finding for finding in outcome.findings if finding.red]
+    if red:
+        failure = ET.SubElement(case, "failure", type=red[0].check, message=_xml(red[0].what))
+        failure.text = _xml("\n".join(f"{row.place} {f.check}: {f.what}\nremedy: {f.remedy}" for f in red))
+    remarks = [f"{finding.check}: {finding.what}" for finding in outcome.findings if not finding.red]
+    if remarks:
+        ET.SubElement(case, "system-out").text = _xml("\n".join(remarks))
+
+
+def _xml(text: str) -> str:
+    return _NOT_XML.sub("�", text)
+
+
+def to_markdown(report: Report) -> str:
+    """A summary for a pull request or for `$GITHUB_STEP_SUMMARY`."""
+    mark = "✅" if report.green else "❌"
+    lines = [f"### {mark} Tuned configs: {report.verdict}", ""]
+    found = [
+        (f.check if f.red else f"{f.check} (remark)", o.row.place, o.row.name, f.what, f.remedy)
+        for o, f in report.findings()
+    ]
+    if found:
+        lines += [*_markdown_table(("check", "where", "row", "found", "what to do"), found), ""]
+    times = list(_times(report.outcomes))
+    if times:
+        lines += [*_markdown_table(("timed", "µs", "ratio", "stored", "margin"), times), ""]
+    if report.changes:
+        lines += ["Updated:", "", *(f"- {change}" for change in report.changes), ""]
+    return "\n".join(lines)
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
+    for row in rows:
+        yield f"| {' | '.join(_cell(text) for text in row)} |"
+
+
+def _cell(text: str) -> str:
+    """Text that ends neither cell nor row, and is no HTML; commands between backticks stay as they are."""
+    plain = " ".join(text.split()).replace("|", "\\|")
+    return plain if "`" in plain else plain.replace("<", "&lt;").replace("_", "\\_").replace("*", "\\*")

@@ -1,0 +1,196 @@
+"""The rows of a file, and what can be said of them without a GPU.
+
+The checks of a row are made in order, and the first that fails is its finding: what rests on it would say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+from tlxgen import ops, shipped, space
+from tlxgen.compile import Binary
+from tlxgen.compile_pool import CompilePool
+from tlxgen.devices import TARGETS, Gpu
+from tlxgen.emit import KernelSource, emit
+from tlxgen.errors import CompileError, TlxgenError
+from tlxgen.keys import tuning_key
+from tlxgen.measure import PROTOCOL
+from tlxgen.record import DeviceKey, TunedRecord
+from tlxgen.regress.findings import Finding, Outcome, Row, command
+from tlxgen.staleness import why_other_code
+from tlxgen.toolchain import toolchain
+
+#: A source, and the compute capability to compile it for.
+Job: TypeAlias = tuple[KernelSource, tuple[int, int]]
+Compile: TypeAlias = Callable[[Sequence[Job]], "list[Binary | CompileError]"]
+
+#: For one kernel, compiled and simulated. A slow machine is no regression, so more than the tuner gives.
+_SECONDS = 300.0
+
+
+def read(file: Path) -> list[Row]:
+    """The lines of a file of tuned configs, those that hold no row among them.
+
+    Raises:
+        CacheError: the file cannot be read.
+    """
+    return [_row(file, line, found) for line, found in shipped.lines(file)]
+
+
+def _row(file: Path, line: int, found: TunedRecord | str) -> Row:
+    if isinstance(found, str):
+        return Row(file, line, f"line {line}", trouble=found)
+    return Row(file, line, _name(found), found)
+
+
+def _name(record: TunedRecord) -> str:
+    key = record.key
+    try:
+        label = ops.get(key.operator).problem(key.problem).label
+    except TlxgenError:
+        label = " ".join([key.operator, *(f"{name}={value}" for name, value in key.problem.items())])
+    return f"{label} on {key.device.gpu}"
+
+
+def examine(rows: Sequence[Row], compile_all: Compile) -> list[Outcome]:
+    """Every row with what is wrong with it, in order; the sound ones with the facts of their binaries."""
+    taken: dict[str, Row] = {}
+    checked = [_checked(row, taken) for row in rows]
+    jobs = [found for found in checked if not isinstance(found, Finding)]
+    binaries = iter(compile_all(jobs))
+    outcomes = []
+    for row, found in zip(rows, checked, strict=True):
+        if isinstance(found, Finding):
+            outcomes.append(Outcome(row, (found,)))
+            continue
+        binary = next(binaries)
+        if isinstance(binary, Binary):
+            outcomes.append(Outcome(row, _remarks(row.record), binary.facts, binary.seconds))
+        else:
+            outcomes.append(Outcome(row, (_not_compiled(found[0], binary),)))
+    return outcomes
+
+
+def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[Binary | CompileError]:
+    """What the compilers make of the sources, and the simulator says of them; in order, many at once."""
+    with ExitStack() as stack:
+        pools = {
+            capability: stack.enter_context(CompilePool(capability, workers, _SECONDS, simulate=True))
+            for capability in {capability for _, capability in jobs}
+        }
+        return [_answer(future) for future in [pools[capability].submit(source) for source, capability in jobs]]
+
+
+def _answer(future: Future[Binary]) -> Binary | CompileError:
+    try:
+        return future.result()
+    except CompileError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - a bug that one row meets must not hide what was found in the others
+        return CompileError("compiler_error", f"{type(error).__name__}: {error}")
+
+
+def _checked(row: Row, taken: dict[str, Row]) -> Finding | Job:
+    record = row.record
+    if record is None:
+        return Finding("schema", row.trouble, "correct or remove the line, or export the file again")
+    found = _dead(record) or _wrong_key(record) or _duplicate(row, record, taken)
+    if found:
+        return found
+    operator, gpu = ops.get(record.key.operator), _gpu(record.key.device)
+    problem = operator.problem(record.key.problem)
+    try:
+        illegal = space.why_illegal(operator, problem, record.config, gpu)
+    except (TlxgenError, ArithmeticError) as error:  # of the search space itself, of a formula
+        illegal = str(error)
+    if illegal:
+        remedy = f"undo the change of the search space or of the row, or {tune_again(record)}"
+        return Finding("config", illegal, remedy)
+    other = why_other_code(record)
+    if other:
+        remedy = f"undo the change if it was not to reach this kernel; otherwise {tune_again(record)}"
+        return Finding("code", other, remedy)
+    return emit(operator, problem, record.config), gpu.capability
+
+
+def _dead(record: TunedRecord) -> Finding | None:
+    operator, template = record.key.operator, record.config.template
+    if operator not in ops.NAMES:
+        what = f"operator {operator!r} is not known; there are {', '.join(ops.NAMES)}"
+    elif template not in ops.get(operator).templates:
+        what = f"template {template!r} is not one of {operator}'s: {', '.join(ops.get(operator).templates)}"
+    else:
+        return None
+    return Finding("dead", what, "remove the line: nothing can use it; or bring back what was removed")
+
+
+def _wrong_key(record: TunedRecord) -> Finding | None:
+    key, remedy = record.key, "put the line back as it was exported: keys are not edited by hand"
+    try:
+        problem, gpu = ops.get(key.operator).problem(key.problem), _gpu(key.device)
+    except (TlxgenError, ValueError) as error:
+        return Finding("key", f"nobody would look for it: {error}", remedy)
+    if gpu.slug in TARGETS and key.device != TARGETS[gpu.slug].key:
+        found, known = (f"{d.sm_count} SMs and capability {d.capability}" for d in (key.device, TARGETS[gpu.slug].key))
+        return Finding("key", f"{gpu.slug} has {known}, not {found}", remedy)
+    fields = problem.model_dump()
+    if fields != key.problem:
+        changed = ", ".join(f"{name}={value}" for name, value in fields.items() if key.problem.get(name) != value)
+        return Finding("key", f"nobody would look for it: the problem in full has {changed}", remedy)
+    if key.toolchain != toolchain():
+        what = f"measured under {key.toolchain}, installed is {toolchain()}"
+        return Finding("toolchain", what, f"install what it was measured under, or {tune_again(record)}")
+    again = tuning_key(problem, key.device)
+    if again.id != key.id:
+        return Finding("key", f"filed under {key.id}, looked for under {again.id}", remedy)
+    return None
+
+
+def _duplicate(row: Row, record: TunedRecord, taken: dict[str, Row]) -> Finding | None:
+    first = taken.setdefault(record.key.id, row)
+    if first is row:
+        return None
+    return Finding("duplicate", f"{first.place} has the same key", "remove one of the two lines")
+
+
+def _gpu(device: DeviceKey) -> Gpu:
+    """The GPU of a key, which need not be one of the known: legality asks for SMs and capability alone."""
+    major, minor = device.capability.split(".")
+    known = TARGETS.get(device.gpu, TARGETS["h100"])
+    return replace(known, slug=device.gpu, sm_count=device.sm_count, capability=(int(major), int(minor)))
+
+
+def is_final(record: TunedRecord) -> bool:
+    """Whether the row's times are of a final, taken as finals are taken now: others are not compared."""
+    return record.origin == "measured" and record.protocol == PROTOCOL
+
+
+def _remarks(record: TunedRecord | None) -> tuple[Finding, ...]:
+    if record is None or is_final(record):
+        return ()
+    what = f"{record.origin} by {record.protocol}, not in a final of {PROTOCOL}: its times are compared with nothing"
+    return (Finding("protocol", what, tune_again(record), red=False),)
+
+
+def _not_compiled(source: KernelSource, error: CompileError) -> Finding:
+    if error.kind == "unsafe":
+        look = f"{command('check', source.problem)} --config '{source.config.short}'"
+        return Finding("simulator", str(error).removeprefix("simulator: "), f"`{look}` shows all that it finds")
+    if error.kind in {"timeout", "killed"}:
+        remedy = "run again with fewer `--workers`: the machine was short of time or memory"
+    else:
+        remedy = (
+            f"undo what changed around the compiler, or remove the line and run `{command('tune', source.problem)}`"
+        )
+    return Finding("compile", f"{error.kind}: {error}", remedy)
+
+
+def tune_again(record: TunedRecord) -> str:
+    """The way to a fresh row, as the end of a sentence."""
+    problem = ops.get(record.key.operator).problem(record.key.problem)
+    return f"run `{command('tune', problem)}` on {record.key.device.gpu} and export the row"
