@@ -207,3 +207,12 @@ class TestWithoutALibrary:
 
     def test_nothing_is_right(self) -> None:
         assert why_far(torch.empty(0), torch.empty(0, dtype=torch.float64), 1e-4) is None
+
+
+def test_a_library_that_gives_nan_sets_no_bound() -> None:
+    reference = torch.ones(4, 4, dtype=torch.float64)
+    library = torch.ones(4, 4, dtype=torch.bfloat16)
+    library[0, 0] = float("nan")
+    reason = why_wrong(torch.ones(4, 4, dtype=torch.bfloat16), reference, library)
+    assert reason is not None
+    assert "the library sets no bound" in reason

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tlxgen
-from tlxgen import accuracy, devices, loader, ops
+from tlxgen import accuracy, devices, loader, ops, runtime
 from tlxgen.candidates import candidates
 from tlxgen.config import Config
 from tlxgen.emit import KernelSource, emit
@@ -53,6 +53,8 @@ class TestProblem:
             ((1, 8, 8, 64), {"causal": "left"}, "causal"),
             ((1, 8, 8, 64), {"dtype": "fp32"}, "dtype"),
             ((1, 8, 8, 64), {"softcap": -1.0}, "softcap"),
+            ((1, 8, 8, 64), {"softcap": 1e5}, "softcap"),
+            ((1, 8, 8, 64), {"causal": "top-left", "window": 8.0}, "window"),
             ((1, 0, 8, 64), {}, "H"),
         ],
     )
@@ -61,6 +63,13 @@ class TestProblem:
     ) -> None:
         with pytest.raises(InvalidProblemError, match=said):
             problem(shape, **options)
+
+    @pytest.mark.parametrize("window", [300, 2**31 - 1, 2**64])
+    def test_a_window_that_hides_nothing_is_none(self, window: int) -> None:
+        made = problem((1, 1, 400, 64), kv_len=300, causal="bottom-right", window=window)
+        assert made == problem((1, 1, 400, 64), kv_len=300, causal="bottom-right")
+        assert problem((1, 1, 400, 64), kv_len=300, causal="bottom-right", window=299).window == 299
+        assert problem((1, 1, 400, 64), kv_len=300, causal="top-left", window=350).window == 350
 
     @given(
         st.integers(1, 4),
@@ -326,7 +335,39 @@ def test_an_emitted_file_checks_itself_against_the_same_attention(template: str,
     torch.testing.assert_close(found, ATTENTION.reference(made, inputs))
 
 
+def test_a_negative_scale_lies_otherwise_than_a_positive_one() -> None:
+    """`arguments` puts the sign into a copy of q, which is better aligned than q itself."""
+    assert runtime._placement(-0.5) != runtime._placement(0.5)  # what plans are kept by
+
+
+@pytest.mark.parametrize("template", ATTENTION.templates)
+def test_a_row_of_nan_has_no_log_sum_exp_of_a_blind_one(template: str) -> None:
+    one = call(template, (1, 1, 40, 64), kv_len=30, causal="bottom-right", lse=True)
+    one.inputs["q"][0, 0, 20, 5] = float("nan")
+    out = one.run()
+    assert out[0, 0, 20].isnan().all()
+    assert one.inputs["lse"][0, 0, 20].isnan()
+    assert torch.isneginf(one.inputs["lse"][0, 0, :10]).all()
+
+
+def test_plain_triton_takes_more_heads_than_a_grid_has_rows() -> None:
+    made = problem((4096, 32, 49, 32))
+    module = loader.load(emit(ATTENTION, made, candidates(made, H200, ("attention_vanilla",))[0]))
+    inputs = ATTENTION.inputs(made, "meta", 0)
+    grid, _ = ATTENTION.arguments(module, inputs, ATTENTION.output(made, inputs), num_sms=132)
+    assert grid[0] >= 4096 * 32
+    assert grid[1:] == (1, 1)  # CUDA has 65,535 at most along these
+
+
 class TestWithoutGpu:
+    @pytest.mark.parametrize("scale", [-0.3, 0.0])
+    def test_scales_without_a_sign_keep_the_mask(self, scale: float) -> None:
+        made = problem((1, 2, 30, 16), causal="bottom-right")
+        inputs: dict[str, Any] = {**ATTENTION.inputs(made, "cpu", 0), "scale": scale}
+        reference = ATTENTION.reference(made, inputs)
+        assert accuracy.error(ATTENTION.eager(made, inputs), reference).norm < 1e-2
+        assert ATTENTION.eager(made, inputs).isfinite().all()
+
     def test_torch_gives_the_log_sum_exp_too(self) -> None:
         made = problem((1, 2, 30, 16), kv_len=20, causal="bottom-right", lse=True)
         inputs = dict(ATTENTION.inputs(made, "cpu", 0))

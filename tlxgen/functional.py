@@ -164,6 +164,8 @@ def attention(
     rest, second derivatives, and gradients of the log-sum-exp are by formulas in float32 from q, k and v. Rows that see
     no key give and get none.
     """
+    if not (scale is None or (type(scale) in _NUMBERS and math.isfinite(scale))):
+        raise LaunchError(f"attention: scale is {scale!r}; it must be a finite number")
     found = _find(q, k, v, causal, window, softcap, gqa=True)
     if isinstance(found, str):
         raise InvalidProblemError(found)
@@ -195,7 +197,8 @@ def _plain(*tensors: Tensor) -> bool:
 def _transformed() -> bool:
     """Whether operations are vectorised or differentiated by what a kernel launch escapes: functorch, dual numbers."""
     functorch: bool = torch._C._are_functorch_transforms_active()  # noqa: SLF001 - no public way
-    return functorch or torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001 - the same
+    traced: bool = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None  # noqa: SLF001 - the same
+    return functorch or traced or torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001 - the same
 
 
 class _Found:
@@ -229,7 +232,7 @@ runtime.CACHES.append(_FOUND)
 def _find(q: Tensor, k: Tensor, v: Tensor, causal: Causal, window: int, softcap: float, *, gqa: bool) -> _Found | str:
     """The problem of a call, validated the first time only; a reason if no kernel is for it."""
     same = (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
-    key = (q.shape, k.shape, v.shape, *same, causal, window, softcap, gqa)
+    key = (q.shape, k.shape, v.shape, *same, causal, window, type(window), softcap, type(softcap), gqa)
     found = _FOUND.get(key)
     if found is None:
         found = _FOUND[key] = _look_up(q, k, v, causal, window, softcap, gqa=gqa)
@@ -305,7 +308,9 @@ class _Call:
             # Torch has a log-sum-exp only from all scores: no cheaper than computing them again for the gradients.
             self.flash, self.lse, self.kernel = False, False, found.kernel(q, lse=False)
         again = self.grad and not self.flash and backward.sdpa_differentiates(self.problem, scale)
-        no_better = self.kernel.origin == "torch" and backward.is_sdpa(self.problem)
+        hidden = self.problem.causal != "none"  # which takes a positive scale in torch's fused kernels
+        exists = backward.sdpa_differentiates(self.problem, scale) if hidden else backward.is_sdpa(self.problem)
+        no_better = self.kernel.origin == "torch" and exists
         self.torch = not return_lse and (again or no_better)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -272,9 +272,14 @@ def _raw_stream(device: int) -> int:
 
 
 def _placement(value: Any) -> Any:
-    """What a compiled kernel may depend on: strides, alignment and device of a tensor."""
+    """What a compiled kernel may depend on: strides, alignment and device of a tensor, the sign of a number.
+
+    An emitted `arguments` may put a sign into a copy of a tensor, which lies otherwise than the tensor itself.
+    """
     stride = getattr(value, "stride", None)
-    return None if stride is None else (stride(), value.data_ptr() % 16, value.device)
+    if stride is None:
+        return value is not None and value < 0
+    return stride(), value.data_ptr() % 16, value.device
 
 
 def _refuse_other_devices(problem: Problem, inputs: dict[str, Any], output: torch.Tensor) -> None:

@@ -27,6 +27,7 @@ Causal = Literal["none", "bottom-right", "top-left"]
 
 _LARGEST_HEAD = 256
 _WG_M = 64  # rows of one consumer warp group
+_LARGEST_SOFTCAP = 1e4  # beyond, 1 - 2 / (exp(2 x) + 1) has no digits left for the tanh of small scores
 _GROWTH = 9.0  # of the keys of one head of random inputs
 _ROW_CHUNK = 1024  # rows of the reference at a time
 
@@ -63,7 +64,7 @@ class AttentionProblem(Problem):
     dtype: Literal["bf16", "fp16"] = "bf16"
     causal: Causal = "none"
     window: int = Field(default=0, ge=0)
-    softcap: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    softcap: float = Field(default=0.0, ge=0.0, le=_LARGEST_SOFTCAP, allow_inf_nan=False)
     lse: bool = False
     exact: bool = False
 
@@ -74,6 +75,11 @@ class AttentionProblem(Problem):
         for name, default in (("kv_heads", "H"), ("kv_len", "S")):
             if data.get(name) is None and default in data:
                 data[name] = data[default]
+        # As many keys as any row has before it: that is no window, and would be another problem as one.
+        longest = data.get("kv_len" if data.get("causal") == "bottom-right" else "S")
+        window = data.get("window")
+        if data.get("causal") in ("bottom-right", "top-left") and type(window) is int and type(longest) is int:
+            data["window"] = 0 if window >= longest > 0 else window
         return data
 
     @field_validator("dtype", mode="before")
@@ -287,7 +293,7 @@ class Attention(Operator[AttentionProblem]):
         scale, group = _scale(problem, inputs), problem.H // problem.kv_heads
         if problem.lse:
             inputs["lse"].copy_(_log_sum_exp(problem, inputs, "float32"))
-        square = problem.causal == "none" or (not problem.window and problem.diagonal == 0)
+        square = problem.causal == "none" or (not problem.window and problem.diagonal == 0 and scale > 0)
         if square and not problem.softcap:
             result = F.scaled_dot_product_attention(
                 q, k, v, is_causal=problem.causal != "none", scale=scale, enable_gqa=group > 1

@@ -81,6 +81,11 @@ class AttentionVarlenProblem(Problem):
                     data[name] = default(data)
                 except (KeyError, TypeError):  # of a field that is missing or no number, which is refused
                     continue
+        # See `AttentionProblem`; no sequence has more rows or keys than there are in all.
+        longest = data.get("total_kv" if data.get("causal") == "bottom-right" else "total_q")
+        window = data.get("window")
+        if data.get("causal") in ("bottom-right", "top-left") and type(window) is int and type(longest) is int:
+            data["window"] = 0 if window >= longest > 0 else window
         return data
 
     @field_validator("dtype", mode="before")
