@@ -37,9 +37,12 @@ class RecordedCard:
     peer_us: float
     noise: float = 0.005
     on_measure: Callable[[], None] = lambda: None
+    luck: dict[Config, float] = field(default_factory=dict)  # factors of the next times
+    falls: bool = False  # whether nothing survives timing any more
     verdicts: dict[Config, Verdict] = field(default_factory=dict)
     gated: list[Config] = field(default_factory=list)
     sources: dict[str, KernelSource] = field(default_factory=dict)
+    faults: dict[str, Verdict] = field(default_factory=dict)
     child: Any = field(default_factory=lambda: SimpleNamespace(alive=True))
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -61,7 +64,10 @@ class RecordedCard:
 
     def measure(self, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
         self.on_measure()
-        times = {name: self.times[self.sources[name].config] for name in names}
+        if self.falls:
+            return {}
+        configs = {name: self.sources[name].config for name in names}
+        times = {name: self.times[config] * self.luck.get(config, 1.0) for name, config in configs.items()}
         return {
             name: [time * self.rng.gauss(1.0, self.noise) for _ in range(rounds)]
             for name, time in {**times, measure.PEER: self.peer_us}.items()
@@ -77,9 +83,9 @@ class RecordedCard:
 class InstantPool:
     """Stands in for `CompilePool`: everything compiles at once, but for what `failures` names."""
 
-    failures: dict[Config, Exception]
+    failures: dict[Config, BaseException]
 
-    def __init__(self, failures: dict[Config, Exception] | None = None) -> None:
+    def __init__(self, failures: dict[Config, BaseException] | None = None) -> None:
         self.failures = failures or {}
 
     def submit(self, source: KernelSource) -> Future[Any]:

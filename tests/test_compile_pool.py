@@ -9,7 +9,7 @@ import pytest
 
 from tlxgen import ops
 from tlxgen.candidates import candidates
-from tlxgen.compile import Binary
+from tlxgen.compile import Binary, _classified, _ptxas_log
 from tlxgen.compile_pool import CompilePool
 from tlxgen.devices import target
 from tlxgen.emit import KernelSource, emit
@@ -82,6 +82,21 @@ def test_a_compiler_that_does_not_end_is_a_timeout() -> None:
         assert 2.5 < time.monotonic() - started < 10
     with CompilePool((9, 0), workers=1, timeout=60.0) as pool:
         assert pool.submit(GOOD).result(120).facts.registers > 0
+
+
+def test_what_ptxas_refuses_is_a_failure_of_ptxas() -> None:
+    with pytest.raises(CompileError, match="fatal") as caught:
+        _ptxas_log("no PTX at all", (9, 0))
+    assert caught.value.kind == "ptxas"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("OutOfResources", "out_of_resources"), ("PTXASError", "ptxas"), ("CompilationError", "compiler_error")],
+)
+def test_tritons_errors_are_classed_by_name(name: str, kind: str) -> None:
+    error = _classified(type(name, (RuntimeError,), {})("much text\nerror: too many registers\nmore text"))
+    assert (error.kind, str(error)) == (kind, f"{name}: error: too many registers")
 
 
 def test_what_follows_a_crash_in_the_queue_is_compiled(pool: CompilePool) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from tlxgen import doctor, toolchain
 from tlxgen.doctor import Finding
 from tlxgen.errors import CacheError
+from tlxgen.store import Store
 from tlxgen.toolchain import Triton
 
 if TYPE_CHECKING:
@@ -274,8 +275,8 @@ def test_a_cache_in_any_state(
             raise store
         return store
 
+    Store.open(own_cache).close()
     monkeypatch.setattr("tlxgen.store.Store.open", opened)
-    own_cache.touch()
     (finding,) = doctor._cache()
     assert finding.status == status
     assert detail in finding.detail
@@ -287,7 +288,9 @@ def test_a_real_file_that_is_no_database(own_cache: Path, content: bytes) -> Non
     own_cache.write_bytes(content)
     (finding,) = doctor._cache()
     assert finding.status == "problem"
-    assert own_cache.read_bytes() == content
+    assert "not a database" in finding.detail
+    assert own_cache.read_bytes() == content, "a doctor only looks"
+    assert list(own_cache.parent.iterdir()) == [own_cache]
 
 
 def test_optional_packages(monkeypatch: pytest.MonkeyPatch) -> None:

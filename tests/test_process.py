@@ -249,7 +249,9 @@ class TestParents:
         script = tmp_path / "script.py"
         script.write_text(
             "import sys\n"
+            "from pathlib import Path\n"
             f"sys.path[:0] = {PATH.split(os.pathsep)!r}\n"
+            "sys.path.append(Path('nowhere'))  # as notebooks do, though Python itself skips it\n"
             "import jobs\n"
             "from tlxgen.process import Child\n"
             "assert Child().call(jobs.count, 60) == 1\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,7 @@ class FakeChild:
     known: set[str] = field(default_factory=set)
     starts: int = 0
     full: bool = False
+    on_measure: Callable[[tuple[str, ...]], None] = lambda names: None
 
     def call(self, job: Any, timeout: float) -> Any:
         if isinstance(job, Setup):
@@ -48,11 +51,19 @@ class FakeChild:
             return Verdict("ok", error=0.0, launch_us=1.0)
         if isinstance(job, Measure):
             assert set(job.names) <= self.known, "a candidate that this child never saw"
+            try:
+                self.on_measure(job.names)
+            except ChildDiedError:
+                self.alive = False
+                raise
             if any(self.kills.get(name) is Measure for name in job.names):
                 self.alive = False
-                raise ChildDiedError("exit status -9")
+                raise ChildDiedError("exit status 3", 3)
             return {name: [1.0] * job.rounds for name in (*job.names, PEER)}
         assert isinstance(job, Forget)
+        if Forget in self.kills.values():
+            self.alive = False
+            raise ChildDiedError("exit status -9", -9)
         self.known -= set(job.names)
         return None
 
@@ -82,6 +93,7 @@ def test_a_hang_at_the_gate_costs_that_candidate_alone() -> None:
 def test_a_death_while_timing_is_found_by_halves() -> None:
     held = card(FakeChild(kills={"d": Measure}))
     assert set(timings(held.measure(list("abcde"), 2))) == set("abce")
+    assert {name: fault.status for name, fault in held.faults.items()} == {"d": "launch_failed"}
 
 
 def test_several_that_die_while_timing_are_all_found() -> None:
@@ -105,6 +117,52 @@ def test_what_is_forgotten_is_not_loaded_into_a_new_child() -> None:
     child.alive = False
     assert set(held.measure(["e"], 2)) == {"e", PEER}
     assert child.known == {"e"}
+
+
+def test_a_child_that_somebody_kills_while_timing_costs_nothing() -> None:
+    deaths = iter([True])
+
+    def kill(names: tuple[str, ...]) -> None:
+        if next(deaths, False):
+            raise ChildDiedError("exit status -9", -signal.SIGKILL)
+
+    held = card(FakeChild(on_measure=kill))
+    assert set(held.measure(list("abcde"), 2)) == {*"abcde", PEER}
+    assert held.faults == {}
+
+
+def test_those_that_die_together_and_live_alone_are_given_up() -> None:
+    """Else the search for a culprit would go on for ever."""
+
+    def die(names: tuple[str, ...]) -> None:
+        if len(names) == 5:
+            raise ChildDiedError("exit status -9", -signal.SIGKILL)
+
+    child = FakeChild(on_measure=die)
+    held = card(child)
+    assert held.measure(list("abcde"), 2) == {}
+    assert {fault.status for fault in held.faults.values()} == {"killed"}
+    assert held.gate("a", source_of("a")).status == "ok"
+    assert child.starts <= 4
+
+
+def test_one_that_has_no_room_while_timing_is_found_by_halves() -> None:
+    def allocate(names: tuple[str, ...]) -> None:
+        if "b" in names:
+            raise OutOfMemoryError("tried to allocate 2 TiB")
+
+    held = card(FakeChild(on_measure=allocate))
+    assert set(held.measure(list("abcde"), 2)) == {*"acde", PEER}
+    assert {name: fault.status for name, fault in held.faults.items()} == {"b": "out_of_memory"}
+
+
+def test_a_death_while_forgetting_harms_nobody() -> None:
+    child = FakeChild()
+    held = card(child)
+    child.kills = {"a": Forget}
+    held.forget(["a", "b"])
+    child.kills = {}
+    assert set(held.measure(list("abcde"), 2)) == {*"cde", PEER}
 
 
 def test_a_full_card_ends_the_run_and_is_nobodys_fault() -> None:

@@ -21,6 +21,9 @@ from tlxgen.tune import Budget, TuneResult
 
 SQUARE = (4096, 4096, 4096)
 FLAT = (512, 4096, 4096)
+
+#: Which measurement the final is, counted from the look at the last batch: that, the semifinal, the final.
+FINAL = 2
 H200 = devices.target("h200")
 
 
@@ -40,7 +43,7 @@ def run(store: Store, monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(
         card: RecordedCard,
         sizes: tuple[int, int, int] = SQUARE,
-        failures: dict[Config, Exception] | None = None,
+        failures: dict[Config, BaseException] | None = None,
         trials: int = 60,
         seconds: float = 600,
         **options: Any,
@@ -114,7 +117,7 @@ class TestFailures:
         legal = candidates(problem(SQUARE), H200)
         recorded = card()
         recorded.verdicts = {legal[0]: Verdict("hang", "no result"), legal[1]: Verdict("wrong_result", "off")}
-        failures: dict[Config, Exception] = {
+        failures: dict[Config, BaseException] = {
             legal[2]: CompileError("ptxas", "fatal"),
             legal[3]: CompileError("compiler_crash", "exit status -6"),
             legal[4]: CompileError("timeout", "60 s"),
@@ -143,6 +146,59 @@ class TestFailures:
         legal = candidates(problem(SQUARE), H200)
         with pytest.raises(KeyError):
             run(card(), failures={legal[0]: KeyError("a template's own mistake")})
+
+
+class TestMeasuringHonestly:
+    def test_a_lucky_look_is_taken_again_and_wins_nothing(self, run: Run, store: Store) -> None:
+        recorded = card()
+        tried = [config for config in candidates(problem(SQUARE), H200)[:8] if config in recorded.times]
+        slow = max(tried, key=recorded.times.__getitem__)
+        recorded.luck = {slow: 0.3}
+
+        def luck_ends() -> None:
+            if PROTOCOL in {trial.protocol for trial in store.trials(tuning_key(problem(SQUARE), H200.key))}:
+                recorded.luck = {}
+
+        recorded.on_measure = luck_ends
+        result = run(recorded, trials=24)
+        lucky = next(trial for trial in store.trials(result.record.key) if trial.config == slow)
+        assert lucky.time_us is not None
+        assert lucky.time_us < 0.6 * result.record.time_us, "it led when the search ended"
+        assert result.record.config != slow
+        assert result.record.time_us == pytest.approx(recorded.times[result.record.config], rel=0.05)
+
+    def test_a_restless_card_decides_nothing(self, run: Run, store: Store) -> None:
+        result = run(card(noise=0.4), trials=24)
+        assert "scatter by" in result.disturbed
+        assert result.stored, "better than nothing"
+        assert kept(store).protocol == f"{PROTOCOL}/look"
+        quiet = run(card(), trials=24)
+        assert quiet.disturbed == ""
+        assert kept(store) == quiet.record
+        assert run(card(noise=0.4), trials=32).stored is False
+        assert kept(store) == quiet.record
+
+    def test_a_disturbance_may_pass(self, run: Run, store: Store) -> None:
+        recorded = card()
+
+        def disturb() -> None:
+            recorded.noise = 0.4 if len(recorded.gated) >= 24 and next(calls) == FINAL else 0.005
+
+        calls = iter(range(100))
+        recorded.on_measure = disturb
+        result = run(recorded, trials=24)
+        assert next(calls) == FINAL + 2, "the final was held once more"
+        assert result.disturbed == ""
+        assert kept(store).protocol == PROTOCOL
+
+    def test_a_process_that_comes_to_the_gpu_is_noticed(self, run: Run, store: Store) -> None:
+        counts = iter([1, 2, 2, 2])
+        result = run(card(), trials=24, neighbours=lambda: next(counts))
+        assert result.disturbed == "1 process(es) began to compute on this GPU meanwhile"
+        assert kept(store).protocol == f"{PROTOCOL}/look"
+        assert run(card(), trials=24, neighbours=lambda: 3).disturbed == "", (
+            "those that sat there before are told before"
+        )
 
 
 class TestEndings:
@@ -180,6 +236,65 @@ class TestEndings:
         assert result.state.resumed == 64
         assert result.state.tried == 96
         assert not set(first.gated[:64]) & set(second.gated[:32])
+
+    def test_a_search_space_that_has_grown_keeps_what_was_found(
+        self, run: Run, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        legal = candidates(problem(SQUARE), H200)
+        monkeypatch.setattr(tune, "candidates", lambda *_: legal[:70])
+        run(card(), trials=70)
+        monkeypatch.setattr(tune, "candidates", lambda *_: legal[40:])
+        second = card()
+        result = run(second, trials=90)
+        assert (result.state.resumed, result.state.tried) == (30, 90), "those that are candidates still"
+        assert not set(second.gated[:60]) & set(legal[:70])
+        assert len(store.trials(tuning_key(problem(SQUARE), H200.key))) == 130
+
+    def test_an_interrupted_final_is_cut_short_and_counts(self, run: Run, store: Store) -> None:
+        recorded = card()
+
+        def interrupt() -> None:
+            if len(recorded.gated) >= 24 and next(calls) == FINAL:
+                raise KeyboardInterrupt
+
+        calls = iter(range(100))
+        recorded.on_measure = interrupt
+        result = run(recorded, trials=24)
+        assert result.interrupted
+        assert kept(store) == result.record
+        assert result.record.protocol == PROTOCOL
+
+    def test_an_interruption_before_the_first_look_is_passed_on(self, run: Run, store: Store) -> None:
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run(card(on_measure=interrupt), trials=24)
+        assert store.records() == []
+
+    def test_a_row_whose_kernels_all_fall_in_the_final_is_served_no_more(self, run: Run, store: Store) -> None:
+        recorded = card()
+
+        def fall() -> None:
+            recorded.falls = len(recorded.gated) >= 24 and next(calls) >= FINAL
+
+        calls = iter(range(100))
+        recorded.on_measure = fall
+        with pytest.raises(TuningError, match="works"):
+            run(recorded, trials=24)
+        assert kept(store) is None
+        assert list(store.defective().values()) == ["it did not survive the final comparison"]
+
+    def test_an_interrupted_ranking_keeps_its_best(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        legal = candidates(problem(SQUARE), H200)
+        failures = {legal[0]: CompileError("ptxas", "fatal"), legal[5]: KeyboardInterrupt()}
+        monkeypatch.setattr(tune, "CompilePool", lambda *_, **__: InstantPool(failures))
+        result = tune.rank(problem(SQUARE), H200, store, budget=Budget(24, 600))
+        assert (result.interrupted, result.record.config, result.state.tried) == (True, legal[1], 5)
+        assert kept(store) == result.record
+        failures[legal[0]] = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            tune.rank(problem(SQUARE), H200, store, budget=Budget(24, 600))
 
     def test_a_finished_search_only_runs_its_final_again(self, run: Run) -> None:
         run(card(), trials=64)

@@ -137,7 +137,10 @@ def _ptxas_log(ptx: str, capability: tuple[int, int]) -> str:
         path.write_text(ptx)
         arch = f"sm_{capability[0]}{capability[1]}{suffix}"
         command = [str(toolchain.binary("ptxas")), "-lineinfo", "-v", "--regAllocOptLevel=2", f"--gpu-name={arch}"]
-        done = subprocess.run([*command, str(path), "-o", f"{path}.o"], capture_output=True, text=True, check=True)
+        done = subprocess.run([*command, str(path), "-o", f"{path}.o"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise CompileError("ptxas", f"ptxas: {last}"[:500])
     return done.stderr
 
 

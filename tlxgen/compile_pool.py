@@ -97,4 +97,4 @@ class CompilePool:
         except ChildTimeoutError as error:
             raise CompileError("timeout", f"compilation: {error}") from None
         except ChildDiedError as error:
-            raise CompileError("compiler_crash", str(error)) from None
+            raise CompileError("killed" if error.killed else "compiler_crash", str(error)) from None

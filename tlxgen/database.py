@@ -1,7 +1,8 @@
 """The SQLite file under the store: where it lies, how it is opened, its tables and its transactions.
 
 What makes SQLite hard to share is here: processes that create one file at the same moment, a change of journal that
-does not wait its turn, file systems without shared memory, media that cannot be written, files of other programs.
+does not wait its turn, file systems without shared memory, media that cannot be written. A file that is no database of
+ours is moved out of the way (`tlxgen.aside`).
 
 SQLite behaviour relied on: https://sqlite.org/wal.html, https://sqlite.org/uri.html and
 https://sqlite.org/lang_transaction.html.
@@ -14,12 +15,13 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from sqlite_utils import Database
 
-from tlxgen import paths
+from tlxgen import aside, paths
 from tlxgen.errors import CacheError
 from tlxgen.record import SCHEMA_VERSION
 
@@ -89,6 +91,10 @@ class CacheWarning(UserWarning):
     """The database, or a row of it, could not be used; kernels run all the same, perhaps slower."""
 
 
+class UnusableFileError(CacheError):
+    """The file is damaged, of another program or of a later version: another one has to take its place."""
+
+
 def checked_place(path: Path | None) -> Path:
     """Where the database is to be, its directory ready."""
     try:
@@ -109,7 +115,12 @@ def connect(target: str, *, uri: bool = False) -> Any:
     """A connection that any thread may use and that waits for locks."""
     # Transactions are begun by hand: the driver's implicit ones start as readers, which cannot wait for a write lock.
     connection = sqlite3.connect(target, timeout=BUSY_SECONDS, check_same_thread=False, isolation_level=None, uri=uri)
+    connection.text_factory = _text  # by default, one damaged character makes every query that meets it raise
     return Database(connection, execute_plugins=False)
+
+
+def _text(stored: bytes) -> str:
+    return stored.decode(errors="replace")
 
 
 def in_memory() -> Any:
@@ -130,7 +141,7 @@ def read_copy(path: Path) -> Any:
                 raise
             # WAL needs a file beside the database even to read it. On media that cannot have one, do without.
             return _copied(f"{uri}?mode=ro&immutable=1")
-    except (CacheError, sqlite3.Error) as error:
+    except (CacheError, sqlite3.Error, UnicodeError) as error:
         raise CacheError(f"the tuned-config database {path} cannot be read: {error}; name another file") from error
 
 
@@ -148,17 +159,60 @@ def _copied(uri: str) -> Any:
 
 
 def open_writable(path: Path, *, prove: bool) -> Any:
-    """A connection that can write: with `prove`, one that has just written, so that a full disk shows now."""
+    """A connection that can write: with `prove`, one that has just written, so that a full disk shows now.
+
+    A file that cannot be used is moved aside, if nobody is using it, and a new one is begun, with a warning.
+    """
+    if aside.size(path):
+        try:
+            return _opened(path, prove=prove)
+        except UnusableFileError:
+            pass
+    with aside.alone(path.parent) as is_alone:
+        # Once more, now that nobody else makes a file there or moves it: the first of many processes has done it.
+        reason = "it is empty" if is_alone and aside.size(path) == 0 else ""
+        if not reason:
+            try:
+                return _opened(path, prove=prove)
+            except UnusableFileError as error:
+                if not is_alone:
+                    raise
+                reason = str(error)
+        place = aside.move(path)
+        if place is None:
+            raise UnusableFileError(f"{reason}, and it cannot be moved aside, or is in use")
+        warn(f"the tuned-config database {path} cannot be used: {reason}; it is now {place}, and a new one is begun")
+        return _opened(path, prove=prove)
+
+
+def why_unusable(path: Path) -> str | None:
+    """Why the next to open the file would move it aside, or None; only looks."""
+    if aside.size(path) == 0:
+        return "it is empty"
+    try:
+        with closing(connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            _version(db)
+            _refuse_damaged(db)
+    except (UnusableFileError, sqlite3.Error, UnicodeError) as error:
+        return str(error) if isinstance(error, UnusableFileError) or _tells_damage(error) else None
+    return None
+
+
+def _opened(path: Path, *, prove: bool) -> Any:
     db = connect(str(path))
     try:
-        version = _version(db)  # before anything is written: a file of a newer version is left as it is
+        version = _version(db)  # before anything is written: a file of a newer version stays as it is
+        if version:
+            _refuse_damaged(db)
         complaint = _set_journal(db)
         if prove or version < SCHEMA_VERSION:
             migrate(db)
         else:
             _probe(db)
-    except BaseException:
+    except BaseException as error:
         db.close()
+        if _tells_damage(error):
+            raise UnusableFileError(str(error)) from error
         raise
     if complaint:
         warn(
@@ -173,13 +227,45 @@ def _version(db: Any) -> int:
     tables = db.table_names()  # looked at first: tables and version come into being together
     version = int(db.conn.execute("PRAGMA user_version").fetchone()[0])
     if version == 0 and tables:
-        raise CacheError("it is a database of another program")
+        raise UnusableFileError("it is a database of another program")
     if version > SCHEMA_VERSION:
-        raise CacheError(
+        raise UnusableFileError(
             f"it has schema version {version}, and this tlxgen knows {SCHEMA_VERSION} "
             "(upgrade tlxgen, or use another file)"
         )
     return version
+
+
+def _tells_damage(error: BaseException) -> bool:
+    """Whether SQLite's words are about the file's contents: most of its errors are about disks, locks and rows."""
+    if isinstance(error, sqlite3.OperationalError):
+        return "unsupported file format" in str(error)
+    return type(error) is sqlite3.DatabaseError or isinstance(error, UnicodeError)  # a message quotes damaged text
+
+
+def _refuse_damaged(db: Any) -> None:
+    """Looks at every page, which takes 6 ms for each MB.
+
+    Raises:
+        UnusableFileError: something is wrong with one, or a table or column is missing.
+    """
+    found = str(db.conn.execute("PRAGMA integrity_check(1)").fetchone()[0])
+    if found != "ok":
+        raise UnusableFileError(f"it is damaged ({' '.join(found.split())})")
+    missing = {name for name, columns in _layout().items() if not columns <= _columns(db, name)}
+    if missing and _version(db) == SCHEMA_VERSION:
+        raise UnusableFileError(f"it is damaged (no usable table {min(missing)!r})")
+
+
+@cache
+def _layout() -> dict[str, set[str]]:
+    """The columns of each table of the current schema."""
+    with closing(in_memory()) as db:
+        return {name: _columns(db, name) for name in db.table_names()}
+
+
+def _columns(db: Any, table: str) -> set[str]:
+    return {row[1] for row in db.conn.execute(f"PRAGMA table_info({table})")}
 
 
 def _set_version(db: Any, version: int) -> None:

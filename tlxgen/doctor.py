@@ -229,8 +229,11 @@ def _unmade_cache(path: Path) -> Finding:
 
 
 def _made_cache(path: Path) -> Finding:
+    from tlxgen.database import why_unusable
     from tlxgen.store import MEMORY, Store
 
+    if reason := why_unusable(path):
+        return Finding("cache", "problem", f"{path}: {reason}", "tlxgen cache list: it moves the file aside, if unused")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

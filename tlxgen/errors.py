@@ -45,7 +45,8 @@ class CompileError(TlxgenError):
     """A candidate did not compile.
 
     Attributes:
-        kind: one of `out_of_resources`, `ptxas`, `compiler_error`, `compiler_crash`, `timeout`, `rejected`, `unsafe`.
+        kind: one of `out_of_resources`, `ptxas`, `compiler_error`, `compiler_crash`, `killed`, `timeout`, `rejected`,
+            `unsafe`.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -59,6 +60,10 @@ class CompileError(TlxgenError):
 
 class TuningError(TlxgenError):
     """No candidate survived compilation, the accuracy gate and timing."""
+
+
+class GpuLostError(TuningError):
+    """The GPU does not answer any more, not even to a new process."""
 
 
 class CacheError(TlxgenError):

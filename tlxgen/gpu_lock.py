@@ -18,18 +18,25 @@ def exclusive(gpu: str, tell: Callable[[str], None], folder: Path | None = None)
     The lock ends with the process that holds it, however it ends.
     """
     path = (folder or Path(tempfile.gettempdir())) / f"tlxgen-gpu-{gpu}.lock"
-    before = os.umask(0)  # the lock is for all users of the machine
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    finally:
-        os.umask(before)
-    with os.fdopen(handle) as file:
+    with os.fdopen(_opened(path)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             tell(f"another tlxgen is measuring on this GPU ({path}); waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _opened(path: Path) -> int:
+    """The lock file, which is for all users of the machine."""
+    try:
+        return os.open(path, os.O_RDWR)  # no O_CREAT: Linux refuses it for another user's file in /tmp
+    except FileNotFoundError:
+        before = os.umask(0)
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        finally:
+            os.umask(before)
 
 
 def other_processes(gpu: str) -> int:

@@ -36,6 +36,9 @@ PROTOCOL = "graph-2"
 #: The peer among the names of one measurement.
 PEER = "peer"
 
+#: Where candidates run; the tests put a stand-in for a card on the CPU.
+_DEVICE = "cuda"
+
 # One replay takes about this long (96 launches at most), so that the events' resolution of 0.5 us does not matter.
 _SAMPLE_US = 400.0
 _MAX_LAUNCHES = 96
@@ -88,6 +91,7 @@ class Session:
     reference: Any
     library: Any
     beside: dict[str, Any]  #: references of what candidates write into tensors that the call brings
+    untouched: dict[str, Any]  #: copies of the inputs of set 0, which nobody may change
     guarded: Any
     num_sms: int
     capability: tuple[int, int]
@@ -151,15 +155,20 @@ class Setup:
         count = max(2, min(_MAX_LAUNCHES, math.ceil(3 * gpu.l2_bytes / per_set)))
         sets = []
         for i in range(count):
-            inputs = operator.inputs(self.problem, "cuda", self.seed + i)
+            inputs = operator.inputs(self.problem, _DEVICE, self.seed + i)
             sets.append((inputs, operator.output(self.problem, inputs)))
         inputs, output = sets[0]
-        guarded = torch.full((output.numel() + 2 * _GUARD,), _GUARD_VALUE, dtype=output.dtype, device="cuda")
+        guarded = torch.full((output.numel() + 2 * _GUARD,), _GUARD_VALUE, dtype=output.dtype, device=_DEVICE)
         library = operator.eager(self.problem, inputs, torch.empty_like(output)).clone()
         reference = operator.reference(self.problem, inputs)
         beside = operator.side_outputs(self.problem, inputs)
+        untouched = {
+            name: value.clone()
+            for name, value in inputs.items()
+            if isinstance(value, torch.Tensor) and name not in beside
+        }
         _session = Session(
-            operator, self.problem, sets, reference, library, beside, guarded, gpu.sm_count, gpu.capability
+            operator, self.problem, sets, reference, library, beside, untouched, guarded, gpu.sm_count, gpu.capability
         )
         _session.candidates[PEER] = _library(_session, functools.partial(operator.eager, self.problem))
         peer_us = statistics.median(Measure((), _PEER_ROUNDS)()[PEER])
@@ -180,8 +189,8 @@ class Gate:
 
         try:
             return self._verdict()
-        except torch.cuda.OutOfMemoryError:
-            raise
+        except torch.cuda.OutOfMemoryError as error:
+            return Verdict("out_of_memory", str(error)[:500])
         except Exception as error:  # noqa: BLE001 - whatever a driver or launcher says, the candidate did not run
             _raise_if_poisoned(error)
             return Verdict("launch_failed", f"{type(error).__name__}: {error}"[:500])
@@ -191,7 +200,13 @@ class Gate:
 
         session = Session.current()
         candidate = _load(session, self.source)
-        results = [_run_once(session, candidate) for _ in range(_REPEATS)]
+        session.guarded.fill_(_GUARD_VALUE)  # the candidate before may have been the one that the guards are for
+        try:
+            results = [_run_once(session, candidate) for _ in range(_REPEATS)]
+        finally:
+            changed = _restored_inputs(session)
+        if changed:  # said first: it explains whatever else is wrong
+            return Verdict("wrong_result", f"the kernel wrote to its input {', '.join(changed)}")
         reason = accuracy.why_wrong(results[0], session.reference, session.library)
         inputs = session.sets[0][0]
         reason = reason or session.operator.why_side_output_wrong(session.problem, inputs, session.beside)
@@ -297,6 +312,17 @@ def _guarded_output(session: Session) -> torch.Tensor:
 def _guards_intact(session: Session) -> bool:
     guarded = session.guarded
     return bool((guarded[:_GUARD] == _GUARD_VALUE).all() and (guarded[-_GUARD:] == _GUARD_VALUE).all())
+
+
+def _restored_inputs(session: Session) -> list[str]:
+    """Names of inputs that are not what they were; they are now, or every later candidate would be wrong."""
+    import torch
+
+    inputs = session.sets[0][0]
+    changed = [name for name, before in session.untouched.items() if not torch.equal(inputs[name], before)]
+    for name in changed:
+        inputs[name].copy_(session.untouched[name])
+    return changed
 
 
 def _run_once(session: Session, candidate: _Candidate) -> torch.Tensor:

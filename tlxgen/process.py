@@ -40,7 +40,20 @@ class ChildTimeoutError(Exception):
 
 
 class ChildDiedError(Exception):
-    """The child ended in the middle of a job; the message holds its last words."""
+    """The child ended in the middle of a job; the message holds its last words.
+
+    Attributes:
+        status: the exit status, negative for a signal; None where it is not known.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def killed(self) -> bool:
+        """Whether somebody else ended it: a person, a batch system, the kernel for want of memory."""
+        return self.status in {-signal.SIGKILL, -signal.SIGTERM}
 
 
 class Child:
@@ -79,9 +92,9 @@ class Child:
                 raise ChildTimeoutError(f"no result after {timeout:.0f} s")
             ok, result = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - our own child's bytes
         except (EOFError, OSError) as error:
-            words = self._last_words()
+            words, status = self._last_words()
             self.kill()
-            raise ChildDiedError(words or f"the process ended: {error!r}") from None
+            raise ChildDiedError(words or f"the process ended: {error!r}", status) from None
         except KeyboardInterrupt:
             self.kill()  # its answer would be taken for the next job's
             raise
@@ -108,7 +121,7 @@ class Child:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._process = subprocess.Popen(
             # The child imports from where we do; `-m` would put the current directory first.
-            [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())],
+            [sys.executable, "-c", _BOOT, json.dumps(sys.path, default=str), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -118,16 +131,16 @@ class Child:
         )
         theirs.close()
 
-    def _last_words(self) -> str:
+    def _last_words(self) -> tuple[str, int | None]:
         if self._process is None or self._log is None:
-            return ""
+            return "", None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - _TAIL))
         tail = self._log.read().decode(errors="replace").strip().splitlines()
-        status = f"exit status {self._process.returncode}"
-        return f"{status}: {tail[-1]}" if tail else status
+        status = self._process.returncode
+        return ": ".join([f"exit status {status}", *tail[-1:]]), status
 
 
 def _die_with_parent() -> None:

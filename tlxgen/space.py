@@ -145,10 +145,18 @@ def why_illegal(operator: Operator[Any], problem: Problem, config: Config, gpu: 
     Raises:
         InvalidConfigError: the template's search space breaks a rule.
     """
+    return why_outside(operator, config) or _Scope.of(operator, problem, gpu, config.template).violation(config)
+
+
+def why_outside(operator: Operator[Any], config: Config) -> str | None:
+    """Why a config is in none of the operator's search spaces, whatever the problem and the device, or None.
+
+    Raises:
+        InvalidConfigError: the template's search space breaks a rule.
+    """
     if config.template not in operator.templates:
         return _unknown_template(operator, config.template)
-    scope = _Scope.of(operator, problem, gpu, config.template)
-    return _misfit(scope.space, config) or scope.violation(config)
+    return _misfit(load(config.template), config)
 
 
 def _unknown_template(operator: Operator[Any], template: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tokenize
+
 from jinja2 import TemplateError
 
-from tlxgen import ops
+from tlxgen import ops, space
 from tlxgen.emit import emit
 from tlxgen.errors import TlxgenError
 from tlxgen.record import TunedRecord
@@ -24,9 +26,14 @@ def why_other_code(record: TunedRecord) -> str | None:
     try:
         operator = ops.get(record.key.operator)
         problem = operator.problem(record.key.problem)
-        source = emit(operator, problem, record.config)
-    except (TlxgenError, TemplateError, KeyError, ValueError) as error:
+        outside = space.why_outside(operator, record.config)  # a row may come from anywhere: templates do not check it
+        if outside:
+            return f"its config cannot be emitted: {outside}"
+        code_hash = emit(operator, problem, record.config).code_hash
+    except (TlxgenError, TemplateError, ArithmeticError, KeyError, ValueError) as error:
         return f"its config cannot be emitted: {error}"
-    if source.code_hash != record.source_hash:
+    except (SyntaxError, tokenize.TokenError) as error:
+        return f"template {record.config.template} emits what is not Python: {error}"
+    if code_hash != record.source_hash:
         return f"template {record.config.template} emits other code than was measured"
     return None

@@ -53,7 +53,8 @@ class Store:
         """The database at `path`, by default `tlxgen.paths.database_path()`, created where it is missing.
 
         The user's own cache directory is created too; another place has to exist, since a mistyped name or a share that
-        is not mounted should be told, not filled.
+        is not mounted should be told, not filled. A file that is damaged, empty, of another program or of a later
+        version is moved aside, with one `CacheWarning` that names its new place.
 
         Args:
             path: the file.
@@ -308,7 +309,9 @@ def _record(row: Row) -> TunedRecord | str:
         record = TunedRecord.model_validate({**parts, **{name: row[name] for name in plain}})
     except (ValueError, TypeError, RecursionError) as error:
         return _first_line(error)
-    return record if record.key.id == row["key_id"] else f"it is filed under another key than its own, {record.key.id}"
+    if record.key.id != row["key_id"]:
+        return f"it is filed under another key than its own, {record.key.id}"
+    return record if record.config.id == row["config_id"] else "its config is not the one that was stored"
 
 
 def _trial(row: Row) -> Trial | None:

@@ -22,7 +22,7 @@ from tlxgen.compile_pool import CompilePool
 from tlxgen.config import Config
 from tlxgen.devices import Gpu
 from tlxgen.emit import KernelSource, emit
-from tlxgen.errors import CompileError, TuningError
+from tlxgen.errors import CompileError, GpuLostError, TuningError
 from tlxgen.keys import tuning_key
 from tlxgen.measure import PROTOCOL, DeviceReport, Verdict
 from tlxgen.problem import Problem
@@ -37,8 +37,12 @@ _SEMIFINALISTS = 24
 _FINAL_ROUNDS = 31
 _FINALISTS = 8
 
-#: Failures that a busy machine may cause; they are tried again.
-_TRANSIENT = {"timeout"}
+#: Failures that say more of the machine than of the candidate; they are tried again.
+_TRANSIENT = {"timeout", "killed", "out_of_memory", "gpu_lost"}
+
+#: Interquartile range of the peer's rounds over their median beyond which the card cannot have been ours alone; on a
+#: quiet H200 it is 0.002 to 0.06.
+_RESTLESS = 0.25
 
 #: Protocol of a row that is kept while the search goes on: one look, not yet a final.
 _LOOK_PROTOCOL = f"{PROTOCOL}/look"
@@ -85,6 +89,7 @@ class TuneResult:
     state: State
     interrupted: bool
     finalists: dict[Config, Timing]
+    disturbed: str = ""  #: what says that something else ran on the card during the final
 
 
 def rank(
@@ -101,25 +106,28 @@ def rank(
 
     Raises:
         TuningError: none compiles.
+        KeyboardInterrupt: and nothing had compiled by then.
     """
     operator = ops.get(problem.operator)
     legal = candidates(problem, gpu, templates)
     state = State(len(legal), budget)
     compiled: dict[Config, Binary] = {}
-    with CompilePool(gpu.capability, workers, simulate=True) as pool:
-        futures = {config: pool.submit(emit(operator, problem, config)) for config in legal[: budget.trials]}
-        for config, future in futures.items():
-            if state.elapsed > budget.seconds and compiled:
-                break
-            state.tried += 1
-            try:
-                compiled[config] = future.result()
-            except CompileError as error:
-                _count(state, error.kind, str(error))
-            if state.best is None and config in compiled:  # they come in the model's order
-                state.best, state.best_us = config, operator.predict_us(problem, config, gpu)
-            if progress:
-                progress(state)
+    interrupted = False
+    try:
+        with CompilePool(gpu.capability, workers, simulate=True) as pool:
+            futures = {config: pool.submit(emit(operator, problem, config)) for config in legal[: budget.trials]}
+            for config, future in futures.items():
+                if state.elapsed > budget.seconds and compiled:
+                    break
+                _await(config, future, compiled, state)
+                if state.best is None and config in compiled:  # they come in the model's order
+                    state.best, state.best_us = config, operator.predict_us(problem, config, gpu)
+                if progress:
+                    progress(state)
+    except KeyboardInterrupt:
+        if state.best is None:
+            raise
+        interrupted = True
     if state.best is None:
         raise TuningError(_nothing_works(problem, state))
     record = TunedRecord(
@@ -132,7 +140,16 @@ def rank(
         versions={"tlxgen": __version__},
         trials=state.tried,
     )
-    return TuneResult(record, store.put(record), state, interrupted=False, finalists={})
+    return TuneResult(record, store.put(record), state, interrupted, finalists={})
+
+
+def _await(config: Config, future: Future[Binary], compiled: dict[Config, Binary], state: State) -> None:
+    """Takes one compilation's outcome into the account."""
+    try:
+        compiled[config] = future.result()
+    except CompileError as error:
+        _count(state, error.kind, str(error))
+    state.tried += 1
 
 
 def tune(
@@ -145,25 +162,44 @@ def tune(
     workers: int | None = None,
     templates: tuple[str, ...] | None = None,
     progress: Progress | None = None,
+    neighbours: Callable[[], int] = lambda: 0,
 ) -> TuneResult:
     """Measures candidates on this machine's GPU and keeps the best.
 
+    Ctrl-C ends the search, or its final, and what is known by then is compared in short and kept.
+
+    Args:
+        problem: what to tune.
+        store: where to keep it; also holds what earlier runs found.
+        sampler: see `make_search`.
+        budget: when to stop.
+        seed: of the search and of the inputs.
+        workers: compilers at once, by default one a core.
+        templates: only these.
+        progress: called after every candidate.
+        neighbours: how many processes compute on the GPU now, ours among them (`tlxgen.gpu_lock.other_processes`).
+
     Raises:
         TuningError: every candidate failed; nothing is stored.
+        GpuLostError: the GPU went away; what was finished is kept, and the same call goes on from there.
+        KeyboardInterrupt: and nothing had been measured by then.
     """
     card = Card(problem.operator, problem, seed)
     try:
         report = card.setup()
-        run = _Run(problem, card, report, store, budget or Budget(), templates)
+        run = _Run(problem, card, report, store, budget or Budget(), templates, neighbours)
         run.resume()
         run.choose_search(sampler, seed)
-        interrupted = False
         try:
             with CompilePool(report.gpu.capability, workers, simulate=True) as pool:
                 run.search_with(pool, progress)
+            return run.finish(interrupted=False)
         except KeyboardInterrupt:
-            interrupted = True
-        return run.finish(interrupted)
+            if not run.relative:
+                raise
+            return run.finish(interrupted=True)
+        except GpuLostError as error:
+            raise GpuLostError(f"{error}; {run.account()}; the same command goes on from there") from error
     finally:
         card.close()
 
@@ -186,6 +222,7 @@ class _Run:
         store: Store,
         budget: Budget,
         templates: tuple[str, ...] | None,
+        neighbours: Callable[[], int],
     ) -> None:
         self.operator = ops.get(problem.operator)
         self.problem = problem
@@ -200,6 +237,8 @@ class _Run:
         self.known: dict[Config, float | None] = {}  # what earlier runs found, None for failures
         self.search: Search | None = None
         self.incumbent = self._incumbent()
+        self.neighbours = neighbours
+        self.processes = neighbours()  # ours among them, and whatever sat there before
 
     def _incumbent(self) -> TunedRecord | None:
         """The stored row, if it speaks of the kernel that its config emits now."""
@@ -280,9 +319,9 @@ class _Run:
             if name in found:
                 self._timed(config, source, found[name])
             else:
-                self._failed(config, source, Verdict("hang", "did not survive repeated launches"))
-        self.card.forget(list(passed))
+                self._failed(config, source, self.card.faults[name])
         self._keep_provisionally()
+        self.card.forget(list(passed))
 
     def _compiled_and_gated(self, config: Config, source: KernelSource, future: Future[Binary]) -> Verdict:
         try:
@@ -305,7 +344,6 @@ class _Run:
     def _tell(
         self, config: Config, source: KernelSource, status: TrialStatus, time_us: float | None, message: str
     ) -> None:
-        self.state.tried += 1
         assert self.search is not None
         self.search.observe(config, time_us)
         trial = Trial(
@@ -318,6 +356,7 @@ class _Run:
             message=message[:500],
         )
         self.store.add_trial(self.key, trial)
+        self.state.tried += 1  # what is counted is kept, wherever an interruption falls
 
     def _note(self, config: Config, relative: float) -> None:
         self.relative[config] = relative
@@ -341,13 +380,36 @@ class _Run:
         default = [config for config in self.legal[:1] if config in self.relative]
         incumbent = [self.incumbent.config] if self.incumbent else []
         finalists = list(dict.fromkeys([*leaders[:_FINALISTS], *default, *incumbent]))
-        timed = self._timings(finalists, _SEMIFINAL_ROUNDS if interrupted else _FINAL_ROUNDS)
+        rounds = _SEMIFINAL_ROUNDS if interrupted else _FINAL_ROUNDS
+        timed = self._timings(finalists, rounds)
+        if self._disturbance(timed):  # may have passed
+            timed = self._timings(finalists, rounds)
         if not timed:
+            if self.relative or self.incumbent:  # then the row is of one of those that were to be compared
+                self.store.mark_bad(self.key, "it did not survive the final comparison")
             raise TuningError(_nothing_works(self.problem, self.state))
+        disturbed = self._disturbance(timed)
         best = final.winner(timed, self.incumbent.config if self.incumbent else None)
-        record = self._record(best, timed[best])
+        record = self._record(best, timed[best], _LOOK_PROTOCOL if disturbed else PROTOCOL)
         self.state.best, self.state.best_us, self.state.best_ratio = best, record.time_us, record.ratio
-        return TuneResult(record, self.store.put(record), self.state, interrupted, timed)
+        # A disturbed final decides nothing: its winner serves until the next run, but displaces no other's.
+        stored = (not disturbed or self.incumbent is None) and self.store.put(record)
+        return TuneResult(record, stored, self.state, interrupted, timed, disturbed)
+
+    def _disturbance(self, timed: dict[Config, Timing]) -> str:
+        """What says that something else ran on the card while these were timed, if anything does."""
+        newcomers = self.neighbours() - self.processes
+        if newcomers > 0:
+            return f"{newcomers} process(es) began to compute on this GPU meanwhile"
+        spread = max((timing.peer_spread for timing in timed.values()), default=0.0)
+        if spread > _RESTLESS:
+            return f"the library's own times scatter by {spread:.0%}"
+        return ""
+
+    def account(self) -> str:
+        """What is kept, in one clause."""
+        best = f", the best so far with {self.state.best_us:.1f} us" if self.state.best_us is not None else ""
+        return f"{self.state.tried} trials ({_counts(self.state) or 'none failed'}) are kept{best}"
 
     def _timings(self, configs: list[Config], rounds: int) -> dict[Config, Timing]:
         """One interleaved measurement of those that (still) pass the gate."""
@@ -387,6 +449,10 @@ def _count(state: State, kind: str, message: str) -> None:
 
 
 def _nothing_works(problem: Problem, state: State) -> str:
-    counts = ", ".join(f"{count} {kind}" for kind, count in state.failures.most_common())
     sample = f"; for example: {state.sample_error}" if state.sample_error else ""
-    return f"no candidate for {problem.label} works: {counts or 'none was tried within the budget'}{sample}"
+    return f"no candidate for {problem.label} works: {_counts(state) or 'none was tried within the budget'}{sample}"
+
+
+def _counts(state: State) -> str:
+    """Failures by class."""
+    return ", ".join(f"{count} {kind}" for kind, count in state.failures.most_common())

@@ -71,8 +71,9 @@ def run(
                 )
         else:
             budget = Budget(trials or _TRIALS, seconds)
-            with gpu_lock.exclusive(devices.uuid(), log.print), _bar(problem, log) as progress:
-                busy = gpu_lock.other_processes(devices.uuid())
+            uuid = devices.uuid()
+            with gpu_lock.exclusive(uuid, log.print), _bar(problem, log) as progress:
+                busy = gpu_lock.other_processes(uuid)
                 if busy:
                     log.print(
                         f"warning: {busy} other process(es) compute on this GPU; times will be unreliable",
@@ -87,6 +88,7 @@ def run(
                     workers=workers,
                     templates=templates,
                     progress=progress,
+                    neighbours=lambda: gpu_lock.other_processes(uuid),
                 )
     typer.echo(json.dumps(as_dict(result)) if as_json else describe(problem, result))
     if result.interrupted:
@@ -160,6 +162,7 @@ def as_dict(result: TuneResult) -> dict[str, Any]:
         "failures": dict(state.failures),
         "seconds": round(state.elapsed, 1),
         "interrupted": result.interrupted,
+        "disturbed": result.disturbed,
     }
 
 
@@ -181,6 +184,10 @@ def describe(problem: Problem, result: TuneResult) -> str:
     failures = ", ".join(f"{count} {kind}" for kind, count in state.failures.most_common()) or "none failed"
     earlier = f" ({state.resumed} in earlier runs)" if state.resumed else ""
     lines.append(f"  {state.tried} of {state.legal} legal candidates tried{earlier}, {failures}; {state.elapsed:.0f} s")
-    if not result.stored:
+    if result.disturbed:
+        lines.append(
+            f"  not a quiet GPU: {result.disturbed}; what was measured is provisional: run the same command again"
+        )
+    elif not result.stored:
         lines.append("  a better row is stored already; it stays")
     return "\n".join(lines)

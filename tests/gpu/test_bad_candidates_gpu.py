@@ -53,6 +53,7 @@ WRONG = {
     "writes NaN": storing('total * float("nan")'),
     "writes one infinity": storing('tl.where(offsets == 77, float("inf"), total)'),
     "writes past the end": f"{STORE}\n        {PAST_THE_END}",
+    "changes an input": f"{storing()}\n        tl.store(x_ptr + offsets, total, mask=offsets < n)",
     "misses one element": storing(mask="(offsets < n) & (offsets != 4321)"),
 }
 

@@ -9,7 +9,8 @@ To be read in this order:
 - `clocks` say who knows what to be finished. All findings about order rest on them: `accesses` (races in
   `shared_memory` and `global_memory`) and `barriers`.
 - `language` stands in for `triton.language`, on `blocks` of values: `dtypes`, `arithmetic`, `shapes`, `mathematics`,
-  `reductions`, `tensor_cores`, `assembly` (with `meanings`, of our own); `global_operations` is what it asks of the machine.
+  `reductions`, `tensor_cores`, `assembly` (`meanings` has that of our own templates); `global_operations` is what it
+  asks of the machine.
 - `tlx_namespace` stands in for TLX, with `tlx_copies` and `tlx_allocation`; `descriptors`, `wgmma` and `warp_groups`
   are what it gives to kernels.
 """
