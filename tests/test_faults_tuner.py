@@ -147,7 +147,7 @@ class Command:
     """`tlxgen tune` on the stub card, in a process of its own."""
 
     def __init__(self, folder: Path, trials: int) -> None:
-        script = f"from pathlib import Path; import stub_card; stub_card.command(Path({str(folder)!r}), 60)"
+        script = f"from pathlib import Path; import stub_card; stub_card.command(Path({str(folder)!r}), 130)"
         words = ["tune", "vector_add", "4096", "--trials", str(trials), "--workers", "1", "--json"]
         self.process = subprocess.Popen(
             [sys.executable, "-c", script, *words],
@@ -184,7 +184,7 @@ def finished(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_signals_lose_nothing_finished_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    command = Command(tmp_path, 48)
+    command = Command(tmp_path, 112)
     command.wait_for_trials(tmp_path, 9)  # the second batch: the best of the first is kept
     command.process.kill()
     command.process.communicate()
@@ -195,19 +195,19 @@ def test_signals_lose_nothing_finished_and_the_same_command_goes_on(tmp_path: Pa
     assert row is not None
     assert row.protocol == f"{PROTOCOL}/look"
     for number in (signal.SIGTERM, signal.SIGINT):
-        command = Command(tmp_path, 48)
+        command = Command(tmp_path, 112)
         command.wait_for_trials(tmp_path, known + 8)
         command.process.send_signal(number)
         answer = command.end()
         assert answer["interrupted"] is True
         assert answer["resumed"] == known
         known = finished(tmp_path)
-        assert known - 1 <= answer["tried"] <= known < 48, "one may have been kept and not counted yet"
+        assert known - 1 <= answer["tried"] <= known < 112, "one may have been kept and not counted yet"
         assert answer["config"] == stub_card.config(120).model_dump()
         assert not any(is_running(pid) for pid in stub_card.pids())
-    answer = Command(tmp_path, 48).end()
-    assert (answer["interrupted"], answer["resumed"], answer["tried"]) == (False, known, 48)
-    assert finished(tmp_path) == 48
+    answer = Command(tmp_path, 112).end()
+    assert (answer["interrupted"], answer["resumed"], answer["tried"]) == (False, known, 112)
+    assert finished(tmp_path) == 112
 
 
 TUNE = """

@@ -227,7 +227,7 @@ DECODE_BUGS = [
     bug("a split arrives before its result", "            place = ", "            came = tl.atomic_add(arrived_ptr + pair, 1)\n            place = ", "data_race", also=('tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel", scope="gpu")', "came")),
     bug("arrivals of all heads are counted together", "arrived_ptr + pair", "arrived_ptr", "wrong_result data_race"),
     bug("a split that is not there counts", 'mask=seen, other=float("-inf")', "mask=seen, other=0.0", "wrong_result"),
-    bug("results are combined by other logarithms", "largest * scale + tl.math.log2(total), float", "(largest * scale + tl.math.log2(total)) * 0.6931471805599453, float", "wrong_result"),
+    bug("results are combined by other logarithms", "largest * scale + tl.math.log2(total))", "(largest * scale + tl.math.log2(total)) * 0.6931471805599453)", "wrong_result"),
     bug("the output of a wrong tile", "kv_head.to(tl.int64) * group * out_head_stride", "kv_head.to(tl.int64) * out_head_stride", "wrong_result data_race"),
 ]  # fmt: skip
 
