@@ -14,10 +14,11 @@ from pydantic import Field, field_validator, model_validator
 
 from tlxgen import model
 from tlxgen.config import Config, Value
-from tlxgen.devices import Gpu, Hopper
+from tlxgen.devices import Gpu
 from tlxgen.ops import attention_decode as decode
+from tlxgen.ops import attention_kernels as kernels
 from tlxgen.ops import attention_peers
-from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors
+from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors, why_other_tensors
 from tlxgen.problem import ITEM_BYTES, Problem, dtype_name, parse_problem, torch_dtype
 
 if TYPE_CHECKING:
@@ -26,16 +27,9 @@ if TYPE_CHECKING:
 Causal = Literal["none", "bottom-right", "top-left"]
 
 _LARGEST_HEAD = 256
-_WG_M = 64  # rows of one consumer warp group
-_LARGEST_SOFTCAP = 1e4  # beyond, 1 - 2 / (exp(2 x) + 1) has no digits left for the tanh of small scores
+LARGEST_SOFTCAP = 1e4  # beyond, 1 - 2 / (exp(2 x) + 1) has no digits left for the tanh of small scores
 _GROWTH = 9.0  # of the keys of one head of random inputs
 _ROW_CHUNK = 1024  # rows of the reference at a time
-
-#: setmaxnreg of each consumer warp group, by their number (`tlxgen.ops.gemm`).
-_REGISTERS = {2: 240, 3: 160}
-
-#: Parts of the output that go through shared memory of their own one after the other.
-STAGED_PARTS = {"own": 1, "half": 2}
 
 #: What each template reads and writes through TMA.
 _TMA_TENSORS = {"attention_tma": ("q", "k", "v", "out"), "attention_decode": ("k", "v"), "attention_vanilla": ()}
@@ -64,7 +58,7 @@ class AttentionProblem(Problem):
     dtype: Literal["bf16", "fp16"] = "bf16"
     causal: Causal = "none"
     window: int = Field(default=0, ge=0)
-    softcap: float = Field(default=0.0, ge=0.0, le=_LARGEST_SOFTCAP, allow_inf_nan=False)
+    softcap: float = Field(default=0.0, ge=0.0, le=LARGEST_SOFTCAP, allow_inf_nan=False)
     lse: bool = False
     exact: bool = False
 
@@ -75,12 +69,7 @@ class AttentionProblem(Problem):
         for name, default in (("kv_heads", "H"), ("kv_len", "S")):
             if data.get(name) is None and default in data:
                 data[name] = data[default]
-        # As many keys as any row has before it: that is no window, and would be another problem as one.
-        longest = data.get("kv_len" if data.get("causal") == "bottom-right" else "S")
-        window = data.get("window")
-        if data.get("causal") in ("bottom-right", "top-left") and type(window) is int and type(longest) is int:
-            data["window"] = 0 if window >= longest > 0 else window
-        return data
+        return kernels.without_idle_window(data, "S", "kv_len")
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -148,61 +137,30 @@ class Attention(Operator[AttentionProblem]):
         """See `Operator.variables`."""
         names = ("B", "H", "S", "D", "kv_len", "causal", "window", "exact")
         values = {name: getattr(problem, name) for name in names}
-        return {**values, "head": _padded(problem.D), "rows": decode.rows(problem), "keys": decode.seen_keys(problem)}
+        return {
+            **values,
+            "head": kernels.padded(problem.D),
+            "rows": decode.rows(problem),
+            "keys": decode.seen_keys(problem),
+        }
 
     def resources(self, problem: AttentionProblem, config: Config) -> Resources:
         """See `Operator.resources`: tiles of Q, the rings of K and V, the staging of the output, barriers."""
-        p, head, item = config.params, _padded(problem.D), ITEM_BYTES[problem.dtype]
-        block_n = int(p["block_n"])
+        head, item = kernels.padded(problem.D), ITEM_BYTES[problem.dtype]
         if config.template == "attention_decode":
             return decode.resources(problem, config, head)
         if config.template == "attention_vanilla":
-            threads = 32 * int(p["num_warps"])
-            tiles = (int(p["block_m"]) + 2 * int(p["num_stages"]) * block_n) * head * item
-            return Resources(tiles + 1024, 0, threads, int(p["block_m"]) * head // threads)
-        consumers, q_stages, kv_stages = (int(p[name]) for name in ("consumers", "q_stages", "kv_stages"))
-        rows = consumers * _WG_M
-        staging = rows * head * item // STAGED_PARTS[str(p["staging"])] if p["staging"] != "q" else 0
-        barriers = 2 * q_stages * consumers + 4 * kv_stages + (q_stages if p["schedule"] == "dynamic" else 0)
-        tiles = (q_stages * rows + 2 * kv_stages * block_n) * head * item
-        return Resources(
-            shared_bytes=tiles + staging + 8 * barriers + 1024,
-            mbarriers=barriers,
-            threads=(1 + consumers) * Hopper.WARP_GROUP_THREADS,
-            accumulator_registers=(head + block_n) * _WG_M // Hopper.WARP_GROUP_THREADS,
-        )
+            return kernels.vanilla_resources(config, head, item)
+        return kernels.tma_resources(config, head, item)
 
     def template_context(self, problem: AttentionProblem, config: Config) -> dict[str, Any]:
         """See `Operator.template_context`."""
-        p, head = config.params, _padded(problem.D)
-        context: dict[str, Any] = {
-            "torch_dtype": str(torch_dtype(problem.dtype)).removeprefix("torch."),
-            "head": head,
-            "causal": problem.causal != "none",
-            "bottom_right": problem.causal == "bottom-right",
-            "window": problem.window > 0,
-            "softcap": problem.softcap > 0,
-            "has_lse": problem.lse,
-            "hopper": config.template != "attention_vanilla",
-        }
+        head = kernels.padded(problem.D)
+        context = {**kernels.context(problem, head), "hopper": config.template != "attention_vanilla"}
         if config.template == "attention_decode":
             context |= decode.context(problem, config, head)
         if config.template == "attention_tma":
-            consumers, item = int(p["consumers"]), ITEM_BYTES[problem.dtype]
-            context |= {
-                "block_m": consumers * _WG_M,
-                "registers": _REGISTERS[consumers],
-                "own_staging": p["staging"] != "q",
-                "halves": p["staging"] == "half",
-                "out_columns": head // 2 if p["staging"] == "half" else head,
-                "lane_sums": p["sums"] == "lanes",
-                "dynamic": p["schedule"] == "dynamic",
-                "lazy": p["rescale"] == "lazy",
-                "rescaled_values": head * _WG_M // Hopper.WARP_GROUP_THREADS,  # of the output, in one thread
-                "q_bytes": _WG_M * head * item,
-                "kv_bytes": int(p["block_n"]) * head * item,
-                "turn": 9,  # named barriers 0 to 8 belong to the compiler
-            }
+            context |= kernels.tma_context(config, head, problem.dtype)
         return context
 
     def small_cases(self, problem: AttentionProblem, config: Config) -> Sequence[Case[AttentionProblem]]:
@@ -210,8 +168,7 @@ class Attention(Operator[AttentionProblem]):
         if config.template == "attention_decode":
             return decode.small_cases(problem, config)
         p = config.params
-        m = int(p["consumers"]) * _WG_M if "consumers" in p else int(p["block_m"])
-        n, kv = int(p["block_n"]), int(p.get("kv_stages", 2))
+        m, n, kv = kernels.tile_rows(config), int(p["block_n"]), int(p.get("kv_stages", 2))
         group = problem.H // problem.kv_heads
         shapes = [
             (1, 1, m, n, 1),
@@ -239,7 +196,7 @@ class Attention(Operator[AttentionProblem]):
     def predict_us(self, problem: AttentionProblem, config: Config, gpu: Gpu) -> float:
         """See `tlxgen.model.attention_us`."""
         if config.template == "attention_decode":
-            return decode.predict_us(problem, config, gpu, _padded(problem.D))
+            return decode.predict_us(problem, config, gpu, kernels.padded(problem.D))
         return model.attention_us(problem, config, gpu, self.flops(problem), self.bytes_moved(problem))
 
     def inputs(self, problem: AttentionProblem, device: torch.device | str, seed: int) -> Tensors:
@@ -318,13 +275,9 @@ class Attention(Operator[AttentionProblem]):
         dtypes = dict.fromkeys(shapes, torch_dtype(problem.dtype))
         if problem.lse:
             shapes["lse"], dtypes["lse"] = shapes["q"][:3], torch.float32
-        for name, shape in shapes.items():
-            tensor = tensors.get(name)
-            if tensor is None:
-                return f"{name} is missing"
-            if tuple(tensor.shape) != shape or tensor.dtype != dtypes[name]:
-                found = f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
-                return f"{name} has {found}; the kernel is for {shape} and {dtypes[name]}"
+        reason = why_other_tensors(tensors, shapes, dtypes)
+        if reason:
+            return reason
         scale: Any = tensors.get("scale")
         if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
             return f"scale is {scale!r}; it must be a finite number"
@@ -336,22 +289,8 @@ class Attention(Operator[AttentionProblem]):
         lse = tensors.get("lse")
         if lse is not None and not lse.is_contiguous():
             return "lse is not contiguous"
-        for name, tensor in (*((name, tensors[name]) for name in self.inputs_in_order), ("out", out)):
-            if tensor.stride(3) != 1:
-                return f"{name} has stride {tensor.stride(3)} along the head dimension; the kernel reads unit strides"
-            if name not in _TMA_TENSORS[config.template]:
-                continue
-            pitches = [stride * tensor.element_size() for stride in tensor.stride()[:3]]
-            if tensor.data_ptr() % Hopper.TMA_ALIGNMENT or any(p % Hopper.TMA_ALIGNMENT or p <= 0 for p in pitches):
-                return (
-                    f"{name} is not aligned for TMA: base address and strides {pitches} (bytes) must be multiples of 16"
-                )
-        return None
-
-
-def _padded(head_dim: int) -> int:
-    """The head dimension in shared memory: a power of two, and as wide as one wgmma wants."""
-    return max(64, 1 << (head_dim - 1).bit_length())
+        taken = (*((name, tensors[name]) for name in self.inputs_in_order), ("out", out))
+        return kernels.why_unreadable(taken, _TMA_TENSORS[config.template])
 
 
 def _scale(problem: AttentionProblem, inputs: Tensors) -> float:

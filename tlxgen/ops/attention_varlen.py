@@ -19,11 +19,12 @@ from pydantic import Field, field_validator, model_validator
 
 from tlxgen import model
 from tlxgen.config import Config, Value
-from tlxgen.devices import Gpu, Hopper
+from tlxgen.devices import Gpu
+from tlxgen.ops import attention_kernels as kernels
 from tlxgen.ops import attention_varlen_torch
+from tlxgen.ops.attention import LARGEST_SOFTCAP, AttentionProblem, Causal
 from tlxgen.ops.attention import OPERATOR as ATTENTION
-from tlxgen.ops.attention import STAGED_PARTS, AttentionProblem, Causal
-from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors
+from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors, why_other_tensors
 from tlxgen.problem import ITEM_BYTES, Problem, dtype_name, parse_problem, torch_dtype
 
 if TYPE_CHECKING:
@@ -35,13 +36,6 @@ if TYPE_CHECKING:
 Lengths = tuple[int, int]
 
 _LONGEST = 2**24
-_WG_M = 64  # rows of one consumer warp group
-
-#: setmaxnreg of each consumer warp group, by their number (`tlxgen.ops.gemm`).
-_REGISTERS = {2: 240, 3: 160}
-
-#: The template of attention that does the same for sequences of one length: its times are predicted in its stead.
-_FOR_ONE_LENGTH = {"attention_varlen": "attention_tma", "attention_varlen_vanilla": "attention_vanilla"}
 
 
 class AttentionVarlenProblem(Problem):
@@ -66,7 +60,7 @@ class AttentionVarlenProblem(Problem):
     dtype: Literal["bf16", "fp16"] = "bf16"
     causal: Causal = "none"
     window: int = Field(default=0, ge=0)
-    softcap: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    softcap: float = Field(default=0.0, ge=0.0, le=LARGEST_SOFTCAP, allow_inf_nan=False)
     lse: bool = False
 
     @model_validator(mode="before")
@@ -81,12 +75,8 @@ class AttentionVarlenProblem(Problem):
                     data[name] = default(data)
                 except (KeyError, TypeError):  # of a field that is missing or no number, which is refused
                     continue
-        # See `AttentionProblem`; no sequence has more rows or keys than there are in all.
-        longest = data.get("total_kv" if data.get("causal") == "bottom-right" else "total_q")
-        window = data.get("window")
-        if data.get("causal") in ("bottom-right", "top-left") and type(window) is int and type(longest) is int:
-            data["window"] = 0 if window >= longest > 0 else window
-        return data
+        # No sequence has more rows or keys than there are in all.
+        return kernels.without_idle_window(data, "total_q", "total_kv")
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -138,8 +128,8 @@ class AttentionVarlenProblem(Problem):
 
     @property
     def head(self) -> int:
-        """The head dimension in shared memory: a power of two, and as wide as one wgmma wants."""
-        return max(64, 1 << (self.D - 1).bit_length())
+        """The head dimension in shared memory."""
+        return kernels.padded(self.D)
 
     def alone(self, lengths: Lengths, batch: int = 1) -> AttentionProblem:
         """So many sequences of the same length, not packed."""
@@ -188,61 +178,28 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
 
     def resources(self, problem: AttentionVarlenProblem, config: Config) -> Resources:
         """See `Operator.resources`: tiles of Q, the rings of K and V, the staging of the output, barriers."""
-        p, head, item = config.params, problem.head, ITEM_BYTES[problem.dtype]
-        block_n, rows = int(p["block_n"]), _block_m(config)
+        head, item = problem.head, ITEM_BYTES[problem.dtype]
         if config.template == "attention_varlen_vanilla":
-            threads = 32 * int(p["num_warps"])
-            tiles = (rows + 2 * int(p["num_stages"]) * block_n) * head * item
-            return Resources(tiles + 1024, 0, threads, rows * head // threads)
-        consumers, q_stages, kv_stages = (int(p[name]) for name in ("consumers", "q_stages", "kv_stages"))
-        staged = rows // STAGED_PARTS[str(p["staging"])] if p["staging"] != "q" else 0
-        tiles = q_stages * rows + staged + 2 * kv_stages * block_n
-        barriers = 2 * q_stages * consumers + 4 * kv_stages + q_stages
-        return Resources(
-            shared_bytes=tiles * head * item + 8 * barriers + 1024,
-            mbarriers=barriers,
-            threads=(1 + consumers) * Hopper.WARP_GROUP_THREADS,
-            accumulator_registers=(head + block_n) * _WG_M // Hopper.WARP_GROUP_THREADS,
-        )
+            return kernels.vanilla_resources(config, head, item)
+        return kernels.tma_resources(config, head, item)
 
     def template_context(self, problem: AttentionVarlenProblem, config: Config) -> dict[str, Any]:
         """See `Operator.template_context`."""
-        p, head = config.params, problem.head
-        bottom_right, window = problem.causal == "bottom-right", problem.window > 0
-        context: dict[str, Any] = {
-            "torch_dtype": str(torch_dtype(problem.dtype)).removeprefix("torch."),
-            "head": head,
-            "block_m": _block_m(config),
-            "causal": problem.causal != "none",
-            "bottom_right": bottom_right,
-            "window": window,
+        head = problem.head
+        context = {
+            **kernels.context(problem, head),
             # Whether a sequence may have keys that none of its rows sees: beyond the diagonal, or before the window.
-            "clipped": window if bottom_right else problem.causal == "top-left",
-            "softcap": problem.softcap > 0,
-            "has_lse": problem.lse,
+            "clipped": problem.window > 0 if problem.causal == "bottom-right" else problem.causal == "top-left",
             "hopper": config.template == "attention_varlen",
         }
         if config.template == "attention_varlen":
-            item = ITEM_BYTES[problem.dtype]
-            context |= {
-                "registers": _REGISTERS[int(p["consumers"])],
-                "own_staging": p["staging"] != "q",
-                "halves": p["staging"] == "half",
-                "out_columns": head // 2 if p["staging"] == "half" else head,
-                "lane_sums": p["sums"] == "lanes",
-                "dynamic": True,
-                "lazy": p["rescale"] == "lazy",
-                "rescaled_values": head * _WG_M // Hopper.WARP_GROUP_THREADS,  # of the output, in one thread
-                "q_bytes": _WG_M * head * item,
-                "kv_bytes": int(p["block_n"]) * head * item,
-                "turn": 9,  # named barriers 0 to 8 belong to the compiler
-            }
+            context |= kernels.tma_context(config, head, problem.dtype)
         return context
 
     def small_cases(self, problem: AttentionVarlenProblem, config: Config) -> Sequence[Case[AttentionVarlenProblem]]:
         """A tile, a row more; no rows; no keys; one, two, many blocks of keys; fewer keys than rows; several CTAs."""
         p = config.params
-        m, n, kv = _block_m(config), int(p["block_n"]), int(p.get("kv_stages", 2))
+        m, n, kv = kernels.tile_rows(config), int(p["block_n"]), int(p.get("kv_stages", 2))
         group = min(problem.H // problem.kv_heads, 2)
         cases = []
         for kv_heads, lengths, num_sms in (
@@ -268,8 +225,7 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
 
     def predict_us(self, problem: AttentionVarlenProblem, config: Config, gpu: Gpu) -> float:
         """See `tlxgen.model.attention_us`: as if all sequences had the average length."""
-        for_one_length = config.model_copy(update={"template": _FOR_ONE_LENGTH[config.template]})
-        return model.attention_us(problem.average, for_one_length, gpu, self.flops(problem), self.bytes_moved(problem))
+        return model.attention_us(problem.average, config, gpu, self.flops(problem), self.bytes_moved(problem))
 
     def call_defaults(self, problem: AttentionVarlenProblem) -> dict[str, Any]:
         """See `Operator.call_defaults`."""
@@ -339,13 +295,9 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
             shapes[name], dtypes[name] = (problem.B + 1,), torch.int32
         if problem.lse:
             shapes["lse"], dtypes["lse"] = (problem.H, problem.total_q), torch.float32
-        for name, shape in shapes.items():
-            tensor = tensors.get(name)
-            if tensor is None:
-                return f"{name} is missing"
-            if tuple(tensor.shape) != shape or tensor.dtype != dtypes[name]:
-                found = f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
-                return f"{name} has {found}; the kernel is for {shape} and {dtypes[name]}"
+        reason = why_other_tensors(tensors, shapes, dtypes)
+        if reason:
+            return reason
         scale: Any = tensors.get("scale")
         if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
             return f"scale is {scale!r}; it must be a finite number"
@@ -362,17 +314,8 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
         for name in ("cu_seqlens_q", "cu_seqlens_kv", "lse"):
             if name in tensors and not tensors[name].is_contiguous():
                 return f"{name} is not contiguous"
-        for name, tensor in (*((name, tensors[name]) for name in ("q", "k", "v")), ("out", out)):
-            if tensor.stride(2) != 1:
-                return f"{name} has stride {tensor.stride(2)} along the head dimension; the kernel reads unit strides"
-            if config.template != "attention_varlen":
-                continue
-            pitches = [stride * tensor.element_size() for stride in tensor.stride()[:2]]
-            if tensor.data_ptr() % Hopper.TMA_ALIGNMENT or any(p % Hopper.TMA_ALIGNMENT or p <= 0 for p in pitches):
-                return (
-                    f"{name} is not aligned for TMA: base address and strides {pitches} (bytes) must be multiples of 16"
-                )
-        return None
+        taken = (*((name, tensors[name]) for name in ("q", "k", "v")), ("out", out))
+        return kernels.why_unreadable(taken, ("q", "k", "v", "out") if config.template == "attention_varlen" else ())
 
 
 def drawn_lengths(problem: AttentionVarlenProblem) -> tuple[Lengths, ...]:
@@ -424,12 +367,6 @@ def _measures(lengths: Sequence[Lengths]) -> dict[str, int]:
 def _flops(problem: AttentionVarlenProblem) -> float:
     counts = Counter(drawn_lengths(problem))
     return sum(number * ATTENTION.flops(problem.alone(lengths)) for lengths, number in counts.items())
-
-
-def _block_m(config: Config) -> int:
-    """Rows of a tile."""
-    p = config.params
-    return int(p["consumers"]) * _WG_M if "consumers" in p else int(p["block_m"])
 
 
 def _sequences(problem: AttentionVarlenProblem, inputs: Tensors) -> Iterator[tuple[slice, AttentionProblem, Tensors]]:

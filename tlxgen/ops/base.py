@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from tlxgen import accuracy
 from tlxgen.config import Config, Value
-from tlxgen.problem import Problem
+from tlxgen.problem import Problem, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -172,3 +172,17 @@ def normal_tensors(device: torch.device | str, seed: int) -> Callable[[tuple[int
         return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
     return lambda shape, dtype: torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+
+def why_other_tensors(
+    tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str | torch.dtype]
+) -> str | None:
+    """Why a call's tensors are not those of these names, shapes and dtypes, or None; there may be others beside."""
+    for name, shape in shapes.items():
+        tensor, dtype = tensors.get(name), dtypes[name]
+        if tensor is None:
+            return f"{name} is missing"
+        if tuple(tensor.shape) != shape or tensor.dtype != (torch_dtype(dtype) if isinstance(dtype, str) else dtype):
+            found = f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+            return f"{name} has {found}; the kernel is for {shape} and {dtype}"
+    return None

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from tlxgen import model
 from tlxgen.config import Config, Value
 from tlxgen.devices import Gpu, Hopper
-from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors
+from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors, why_other_tensors
 from tlxgen.problem import ITEM_BYTES, DType, Problem, dtype_name, parse_problem, torch_dtype
 
 if TYPE_CHECKING:
@@ -248,13 +248,9 @@ class Gemm(Operator[GemmProblem]):
             shapes["bias"], dtypes["bias"] = (problem.N,), problem.dtype
         if "residual" in problem.epilogue_parts:
             shapes["residual"], dtypes["residual"] = (problem.M, problem.N), problem.out_dtype
-        for name, shape in shapes.items():
-            tensor = tensors.get(name)
-            if tensor is None:
-                return f"{name} is missing"
-            if tuple(tensor.shape) != shape or tensor.dtype != torch_dtype(dtypes[name]):
-                found = f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
-                return f"{name} has {found}; the kernel is for {shape} and {dtypes[name]}"
+        reason = why_other_tensors(tensors, shapes, dtypes)
+        if reason:
+            return reason
         if "scale" in problem.epilogue_parts:
             if not isinstance(tensors.get("scale"), int | float):
                 return f"the epilogue {problem.epilogue!r} needs scale, a number"

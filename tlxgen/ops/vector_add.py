@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from tlxgen import model
 from tlxgen.config import Config, Value
 from tlxgen.devices import Gpu, Hopper
-from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors
+from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors, why_other_tensors
 from tlxgen.problem import ITEM_BYTES, DType, Problem, dtype_name, parse_problem, torch_dtype
 
 if TYPE_CHECKING:
@@ -114,13 +114,10 @@ class VectorAdd(Operator[VectorAddProblem]):
 
     def check_call(self, problem: VectorAddProblem, tensors: Tensors) -> str | None:
         """See `Operator.check_call`."""
-        for name in ("x", "y"):
-            tensor = tensors.get(name)
-            if tensor is None:
-                return f"{name} is missing"
-            if tuple(tensor.shape) != (problem.n,) or tensor.dtype != torch_dtype(problem.dtype):
-                found = f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
-                return f"{name} has {found}; the kernel is for ({problem.n},) and {problem.dtype}"
+        shapes = dict.fromkeys(("x", "y"), (problem.n,))
+        reason = why_other_tensors(tensors, shapes, dict.fromkeys(shapes, problem.dtype))
+        if reason:
+            return reason
         surplus = sorted(set(tensors) - {"x", "y"})
         return f"{surplus[0]} is not a parameter" if surplus else None
 
