@@ -67,6 +67,8 @@ FLASH = emit(
             "overlap": "softmax",
             "schedule": "static",
             "head_group": 4,
+            "first_load": "q",
+            "unroll": 1,
         },
     ),
 )
@@ -89,6 +91,8 @@ FLASH_DYNAMIC = emit(
             "overlap": "softmax",
             "schedule": "dynamic",
             "head_group": 4,
+            "first_load": "q",
+            "unroll": 1,
         },
     ),
 )
@@ -111,6 +115,8 @@ VARLEN = emit(
             "rescale": "exact",
             "overlap": "softmax",
             "head_group": 4,
+            "first_load": "q",
+            "unroll": 1,
         },
     ),
 )

@@ -58,7 +58,9 @@ _USUAL: dict[str, Value] = {"q_stages": 2, "staging": "own", "sums": "lanes", "c
 _CAUSAL: dict[str, Value] = {**_USUAL, "rescale": "lazy", "schedule": "dynamic", "head_group": 16, "pingpong": "off"}
 _LARGE: dict[str, Value] = {
     **_USUAL,
-    "staging": "q",
+    "q_stages": 1,
+    "first_load": "k",
+    "staging": "half",
     "sums": "rows",
     "rescale": "exact",
     "overlap": "scores",
@@ -69,8 +71,8 @@ _ATTENTION: dict[tuple[int, bool], tuple[float, dict[str, Value]]] = {
         0.49,
         {**_USUAL, "consumers": 3, "kv_stages": 4, "sums": "rows", "head_group": 4, "pingpong": "values"},
     ),
-    (64, True): (0.46, {**_CAUSAL, "kv_stages": 4, "pingpong": "values"}),
-    (128, False): (0.65, {**_USUAL, "carry": "wide", "rescale": "lazy", "head_group": 1, "pingpong": "off"}),
+    (64, True): (0.46, {**_CAUSAL, "kv_stages": 4}),
+    (128, False): (0.65, {**_USUAL, "carry": "wide", "rescale": "lazy", "head_group": 4, "pingpong": "off"}),
     (128, True): (0.61, _CAUSAL),
     (256, False): (0.70, {**_LARGE, "head_group": 1}),
     (256, True): (0.63, {**_LARGE, "schedule": "dynamic", "head_group": 16}),
