@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tokenize
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -19,6 +20,7 @@ from typing import Any
 import jinja2
 import pytest
 
+from tlxgen import emit as emit_module
 from tlxgen import ops, paths
 from tlxgen._version import __version__
 from tlxgen.candidates import candidates
@@ -370,3 +372,26 @@ def test_code_hash_changes_when_a_statement_leaves_its_loop() -> None:
     assert source.text.count(inside) == 1
     moved = source.text.replace(inside, outside)
     assert KernelSource("gemm", problem, config, moved).code_hash != source.code_hash
+
+
+def test_formatted_strings_hash_alike_in_every_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Python 3.12 on they are read in parts, one within the other."""
+    text = 'one = f"a{f"{b}" + c}d" + "e"\n'
+    opens, middle, closes = 1001, 1002, 1003  # types that no token has
+    monkeypatch.setattr(emit_module, "_OPENS", {opens})
+    monkeypatch.setattr(emit_module, "_CLOSES", {closes})
+
+    def token(kind: int, string: str, column: int) -> tokenize.TokenInfo:
+        return tokenize.TokenInfo(kind, string, (1, column), (1, column + len(string)), text)
+
+    later = [
+        *(token(tokenize.NAME, "one", 0), token(tokenize.OP, "=", 4)),
+        *(token(opens, 'f"', 6), token(middle, "a", 8), token(tokenize.OP, "{", 9)),
+        *(token(opens, 'f"', 10), token(tokenize.OP, "{", 12), token(tokenize.NAME, "b", 13)),
+        *(token(tokenize.OP, "}", 14), token(closes, '"', 15)),
+        *(token(tokenize.OP, "+", 17), token(tokenize.NAME, "c", 19), token(tokenize.OP, "}", 20)),
+        *(token(middle, "d", 21), token(closes, '"', 22)),
+        *(token(tokenize.OP, "+", 24), token(tokenize.STRING, '"e"', 26)),
+    ]
+    found = emit_module._formatted_strings_whole(text, later)
+    assert [t.string for t in found] == ["one", "=", 'f"a{f"{b}" + c}d"', "+", '"e"']

@@ -12,6 +12,7 @@ import io
 import json
 import re
 import tokenize
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -45,7 +46,7 @@ class KernelSource:
         Python reads alike (the dump of a syntax tree differs between versions).
         """
         skipped = _lines_without_effect(ast.parse(self.text))
-        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        tokens = _formatted_strings_whole(self.text, tokenize.generate_tokens(io.StringIO(self.text).readline))
         code = [_MARKS.get(t.type, t.string) for t in tokens if t.type not in _COMMENTS and t.start[0] not in skipped]
         # Dtypes reach a kernel through its arguments, and do not show in the text.
         fields = self.problem.model_dump(exclude={*self.problem.sizes, *self.problem.extents})
@@ -57,6 +58,30 @@ class KernelSource:
         """A name that no other text has, so that no two variants share a module or a stale byte-code file."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:16]
         return f"{self.config.template}_{digest}.py"
+
+
+#: Where Python 3.12 and later begin and end a formatted string; earlier ones read it as a single token.
+_OPENS = {getattr(tokenize, name, None) for name in ("FSTRING_START", "TSTRING_START")} - {None}
+_CLOSES = {getattr(tokenize, name, None) for name in ("FSTRING_END", "TSTRING_END")} - {None}
+
+
+def _formatted_strings_whole(text: str, tokens: Iterable[tokenize.TokenInfo]) -> Iterator[tokenize.TokenInfo]:
+    """The tokens with each formatted string as one, so that every Python finds the same."""
+    lines = text.splitlines(keepends=True)
+    depth, start = 0, (0, 0)
+    for token in tokens:
+        if token.type in _OPENS:
+            start = token.start if depth == 0 else start
+            depth += 1
+        elif token.type in _CLOSES:
+            depth -= 1
+            if depth == 0:
+                (first, left), (last, right) = start, token.end
+                spanned = "".join(lines[first - 1 : last])
+                whole = spanned[left : len(spanned) - len(lines[last - 1]) + right]
+                yield tokenize.TokenInfo(tokenize.STRING, whole, start, token.end, spanned)
+        elif depth == 0:
+            yield token
 
 
 #: Tokens that do nothing.

@@ -163,7 +163,6 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
     output_name = "out"
     problem_type = AttentionVarlenProblem
     allowed_spill_bytes = ATTENTION.allowed_spill_bytes
-    proven = False
 
     def problem(
         self, shape: AttentionVarlenProblem | Sequence[int] | Mapping[str, Any], **options: Any
