@@ -115,6 +115,12 @@ class TestDeaths:
         with pytest.raises(ChildDiedError, match=r"-9.*last words"):
             child.call(jobs.kill_self, 30)
 
+    def test_say_what_happened_though_advice_follows(self, child: Child) -> None:
+        with pytest.raises(
+            ChildDiedError, match=r"exit status 3: torch.AcceleratorError: CUDA error: misaligned address$"
+        ):
+            child.call(jobs.end_with_advice, 30)
+
     def test_by_exit(self, child: Child) -> None:
         with pytest.raises(ChildDiedError, match="exit status 3"):
             child.call(jobs.leave, 30)

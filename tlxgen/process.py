@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -54,6 +55,10 @@ class ChildDiedError(Exception):
     def killed(self) -> bool:
         """Whether somebody else ended it: a person, a batch system, the kernel for want of memory."""
         return self.status in {-signal.SIGKILL, -signal.SIGTERM}
+
+
+#: The line of a traceback that names the exception.
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b: ")
 
 
 class Child:
@@ -139,8 +144,10 @@ class Child:
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - _TAIL))
         tail = self._log.read().decode(errors="replace").strip().splitlines()
+        # Some exceptions go on for lines after the one that says what happened: torch's of CUDA with advice.
+        telling = [line for line in tail if _EXCEPTION.match(line)] or tail
         status = self._process.returncode
-        return ": ".join([f"exit status {status}", *tail[-1:]]), status
+        return ": ".join([f"exit status {status}", *telling[-1:]]), status
 
 
 def _die_with_parent() -> None:
