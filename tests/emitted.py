@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tlxgen import devices, ops
 from tlxgen.candidates import candidates
-from tlxgen.config import Config
+from tlxgen.config import Config, Value
 from tlxgen.emit import KernelSource, emit
 from tlxgen.problem import Problem
 from tlxgen.simulator.machine import Limits
@@ -12,6 +12,7 @@ from tlxgen.simulator.machine import Limits
 H200 = devices.target("h200")
 GEMM, ATTENTION, VECTOR_ADD = ops.get("gemm"), ops.get("attention"), ops.get("vector_add")
 ATTENTION_VARLEN = ops.get("attention_varlen")
+GROUPED_GEMM = ops.get("grouped_gemm")
 
 #: Wrong kernels may run long; right ones take a hundredth of this.
 LIMITS = Limits(steps=20_000, seconds=20)
@@ -128,11 +129,36 @@ DECODE = emit(
     Config(template="attention_decode", params={"block_n": 64, "kv_stages": 2, "splits": 3}),
 )
 
-SOURCES = [PINGPONG, COOPERATIVE, CP_ASYNC, RESIDUAL, FLASH, FLASH_DYNAMIC, DECODE, VARLEN, VECTOR]
+GROUPED_PROBLEM = GROUPED_GEMM.problem((8, 8192, 4096, 4096), epilogue="bias")
+GROUPED_PARAMS: dict[str, Value] = {
+    "walk": "after",
+    "block_m": 128,
+    "block_n": 128,
+    "block_k": 64,
+    "num_stages": 3,
+    "group": 8,
+    "epilogue_subtiles": 1,
+}
+GROUPED = emit(
+    GROUPED_GEMM, GROUPED_PROBLEM, Config(template="grouped_gemm_tma", params={**GROUPED_PARAMS, "store": "tma"})
+)
+WEIGHT_GRADIENT_PROBLEM = GROUPED_GEMM.problem((8, 8192, 4096, 4096), form="2d2d")
+WEIGHT_GRADIENT = emit(
+    GROUPED_GEMM,
+    WEIGHT_GRADIENT_PROBLEM,
+    Config(template="grouped_gemm_tma", params={**GROUPED_PARAMS, "block_m": 64, "store": "tma"}),
+)
+
+SOURCES = [
+    *(PINGPONG, COOPERATIVE, CP_ASYNC, RESIDUAL),
+    *(GROUPED, WEIGHT_GRADIENT),
+    *(FLASH, FLASH_DYNAMIC, DECODE, VARLEN, VECTOR),
+]
 
 
 def identify(source: KernelSource) -> str:
     """For test ids."""
     epilogue = getattr(source.problem, "epilogue", "none")
-    words = [source.config.template] + ([epilogue] if epilogue != "none" else [])
+    form = getattr(source.problem, "form", "none")
+    words = [source.config.template, *(word for word in (form, epilogue) if word != "none")]
     return "+".join(words + (["dynamic"] if source.config.params.get("schedule") == "dynamic" else []))

@@ -347,6 +347,7 @@ def test_devices_and_folders_are_not_moved(tmp_path: Path) -> None:
 AS_SOMEBODY = """
 import os, sys, warnings
 from pathlib import Path
+import sqlite_utils  # who has given up his rights may not be able to read where Python is installed
 from tlxgen.record import TunedRecord
 from tlxgen.store import Store
 record = TunedRecord.model_validate_json(sys.argv[2])

@@ -745,3 +745,33 @@ class TestCompiled:
 
 def test_the_module_comes_with_the_package() -> None:
     assert tlxgen.functional is functional
+
+
+class TestInPlaceOfTorchs:
+    """Programs put the drop-ins where torch's functions are; what goes on to torch must not come back."""
+
+    def test_attention(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        q = torch.randn(1, 2, 5, 8, dtype=torch.bfloat16, requires_grad=True)
+        expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        monkeypatch.setattr(F, "scaled_dot_product_attention", functional.scaled_dot_product_attention)
+        out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        assert torch.equal(out, expected)
+        out.sum().backward()  # type: ignore[no-untyped-call]
+        eager = tlxgen.get_kernel("attention", (1, 2, 5, 8))
+        with torch.no_grad():
+            eager(q, q, q)
+
+    def test_products(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        x, weight = torch.randn(3, 4, dtype=torch.bfloat16), torch.randn(5, 4, dtype=torch.bfloat16)
+        expected = F.linear(x, weight)
+        monkeypatch.setattr(F, "linear", functional.linear)
+        monkeypatch.setattr(torch, "matmul", functional.matmul)
+        assert torch.equal(F.linear(x, weight), expected)
+        assert torch.equal(torch.matmul(x, weight.mT), expected)
+
+    def test_grouped_products(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        tokens, weights = torch.randn(4, 8), torch.randn(2, 8, 8)
+        offs = torch.tensor([1, 4], dtype=torch.int32)
+        expected = F.grouped_mm(tokens, weights, offs=offs)
+        monkeypatch.setattr(F, "grouped_mm", functional.grouped_mm)
+        assert torch.equal(F.grouped_mm(tokens, weights, offs=offs), expected)

@@ -34,6 +34,19 @@ FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "layout": st.sampled_from(["nn", "nt", "tn", "tt"]),
         "epilogue": st.sampled_from(["none", "bias", "bias+gelu", "relu", "scale", "residual", "bias+residual"]),
     },
+    "grouped_gemm": {
+        "E": st.sampled_from([4, 8, 12]),
+        "ROWS": st.integers(0, 10**4),
+        "N": SIZES,
+        "K": SIZES,
+        "dtype": st.sampled_from(["bf16", "fp16"]),
+        "out_dtype": DTYPES,
+        "form": st.just("masked"),  # the one that has every field
+        "layout": st.sampled_from(["nn", "nt", "tn", "tt"]),
+        "epilogue": st.sampled_from(["none", "bias", "bias+gelu", "relu"]),
+        "max_rows": st.integers(10**4, 10**6),
+        "group_sizes": st.sampled_from(["even", "dirichlet", "zipf"]),
+    },
     "attention": {
         "B": st.integers(0, 2**20),
         "H": st.sampled_from([12, 24, 48]),

@@ -289,6 +289,9 @@ def test_the_command_of_a_problem_means_that_problem(
         ("attention", (1, 8, 128, 64), {"lse": True, "exact": True, "dtype": "fp16"}),
         ("attention_varlen", (8, 8, 8192, 64), {"kv_heads": 4, "max_q": 2048, "causal": "bottom-right", "lse": True}),
         ("attention_varlen", (3, 8, 1000, 64), {"total_kv": 50, "max_q": 999, "max_kv": 50}),
+        ("grouped_gemm", (8, 8192, 14336, 4096), {"layout": "nt", "epilogue": "bias+silu", "group_sizes": "zipf"}),
+        ("grouped_gemm", (8, 8192, 1024, 4096), {"form": "2d2d", "out_dtype": "fp32"}),
+        ("grouped_gemm", (3, 8, 1024, 4096), {"form": "masked", "max_rows": 64, "group_sizes": "0,1,7"}),
         ("vector_add", (1 << 20,), {"dtype": "fp32"}),
     ],
 )

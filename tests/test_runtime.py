@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import tlxgen
-from tlxgen import devices, ops, runtime, toolchain
+from tlxgen import devices, ops, plans, runtime, selection, toolchain
 from tlxgen.candidates import candidates, default_config, vanilla_config
 from tlxgen.config import Config
 from tlxgen.devices import Gpu, target
-from tlxgen.emit import emit
+from tlxgen.emit import KernelSource, emit
 from tlxgen.errors import InvalidProblemError, LaunchError, NoKernelError
 from tlxgen.keys import tuning_key
 from tlxgen.ops.gemm import GemmProblem
@@ -96,6 +96,18 @@ class TestImports:
             "tuner = {'optuna', 'sqlalchemy', 'tlxgen.tune', 'tlxgen.search', 'typer', 'rich'}\n"
             "print(*sorted(tuner & set(sys.modules)))\n"
         )
+        assert self.run(script) == ""
+
+    def test_of_a_choice_bring_nothing_that_only_writers_need(self) -> None:
+        script = (
+            "import sys\n"
+            "from tlxgen import ops\n"
+            "from tlxgen.devices import target\n"
+            "from tlxgen.selection import select\n"
+            "assert select(ops.get('gemm').problem((4096, 4096, 4096)), target('h200')).config is not None\n"
+            "print(*sorted({'optuna', 'sqlite_utils', 'typer', 'rich', 'triton'} & set(sys.modules)))\n"
+        )
+        self.run(script)  # takes the shipped rows into a new database
         assert self.run(script) == ""
 
     def test_of_public_names_work(self) -> None:
@@ -323,8 +335,9 @@ class TestSelection:
         choice = select(problem(), H200)
         assert choice.origin == "default"
         assert choice.config == default_config(problem(), H200)
-        (reason,) = choice.passed_over
-        assert "no tuned row for gemm 1024 1024 1024 bf16 nn on h200 (132 SMs)" in reason
+        missed, nothing_near = choice.passed_over
+        assert "no tuned row for gemm 1024 1024 1024 bf16 nn on h200 (132 SMs)" in missed
+        assert nothing_near == "no measured row of gemm for this GPU and toolchain"
         with Store.open() as store:
             assert store.untuned() == [(tuning_key(problem(), H200.key), 1)]
 
@@ -427,7 +440,7 @@ class TestSelection:
 
     def test_no_triton_at_all_gives_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(toolchain, "has_tlx", lambda: False)
-        monkeypatch.setattr(runtime, "_has_triton", lambda: False)
+        monkeypatch.setattr(selection, "has_triton", lambda: False)
         assert select(problem(), H200).origin == "torch"
         assert select(problem(), A100).origin == "torch"
 
@@ -483,13 +496,13 @@ def test_a_fallback_for_badly_lying_tensors_is_said(monkeypatch: pytest.MonkeyPa
     kernel = runtime.Kernel(problem, runtime.Choice("tuned", config), gpu)
     ran: list[str] = []
     monkeypatch.setattr(runtime, "_refuse_other_devices", lambda *_: None)
-    monkeypatch.setattr(runtime, "_is_capturing", lambda: False)
+    monkeypatch.setattr(plans, "is_capturing", lambda: False)
 
-    def plan(_operator: object, _problem: object, config: Config, *_: object) -> SimpleNamespace:
-        ran.append(config.template)
+    def plan(_operator: object, source: KernelSource, *_: object) -> SimpleNamespace:
+        ran.append(source.config.template)
         return SimpleNamespace(launch=lambda *_: None)
 
-    monkeypatch.setattr(runtime, "_KernelPlan", plan)
+    monkeypatch.setattr(plans, "kernel_plan", plan)
     a, b = torch.randn(64, 65, dtype=torch.bfloat16)[:, :64], torch.randn(64, 64, dtype=torch.bfloat16)
     with pytest.warns(
         FallbackWarning, match=r"gemm_tma_pingpong: a is not aligned for TMA.*these tensors go to gemm_vanilla"

@@ -46,6 +46,7 @@ HARMLESS = {
 VARIANTS = {
     emitted.FLASH_DYNAMIC.file_name: [emitted.FLASH],
     emitted.VARLEN.file_name: [emitted.FLASH, emitted.FLASH_DYNAMIC],
+    emitted.WEIGHT_GRADIENT.file_name: [emitted.GROUPED],
 }
 
 

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from tlxgen import functional
     from tlxgen.config import Config
     from tlxgen.errors import TlxgenError
+    from tlxgen.pinning import pin
     from tlxgen.runtime import FallbackWarning, Kernel, get_kernel
 
-__all__ = ["Config", "FallbackWarning", "Kernel", "TlxgenError", "__version__", "functional", "get_kernel"]
+__all__ = ["Config", "FallbackWarning", "Kernel", "TlxgenError", "__version__", "functional", "get_kernel", "pin"]
 
 _HOMES = {
     "Config": "tlxgen.config",
@@ -28,6 +29,7 @@ _HOMES = {
     "TlxgenError": "tlxgen.errors",
     "functional": "tlxgen.functional",
     "get_kernel": "tlxgen.runtime",
+    "pin": "tlxgen.pinning",
 }
 
 

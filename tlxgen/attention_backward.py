@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from tlxgen.ops.attention import AttentionProblem
+from tlxgen.torch_own import scaled_dot_product_attention
 
 #: Gradients of q, k and v; None for those that nobody asked for.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -39,7 +39,7 @@ def sdpa_differentiates(problem: AttentionProblem, scale: float | None) -> bool:
 def sdpa(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """The problem through torch."""
     gqa = problem.kv_heads != problem.H
-    return F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal != "none", scale=scale, enable_gqa=gqa)
+    return scaled_dot_product_attention(q, k, v, is_causal=problem.causal != "none", scale=scale, enable_gqa=gqa)
 
 
 def flash_takes(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:

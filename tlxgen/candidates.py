@@ -1,12 +1,19 @@
-"""The legal configs of a problem, best first by the analytic model, and the two that serve where nothing was tuned."""
+"""The legal configs of a problem, best first by the analytic model, and those that serve where nothing was tuned."""
 
 from __future__ import annotations
 
-from tlxgen import ops, space
+from collections.abc import Sequence
+from functools import lru_cache
+
+from tlxgen import ops, paths, space
 from tlxgen.config import Config
 from tlxgen.devices import Gpu
 from tlxgen.errors import InvalidProblemError, TuningError
 from tlxgen.problem import Problem
+from tlxgen.size_classes import representative
+
+#: Of a class of sizes, so many are compared for each problem: wave quantisation moves the best of them.
+_FAVOURITES = 8
 
 
 def candidates(problem: Problem, gpu: Gpu, templates: tuple[str, ...] | None = None) -> list[Config]:
@@ -27,20 +34,42 @@ def candidates(problem: Problem, gpu: Gpu, templates: tuple[str, ...] | None = N
 
 def default_config(problem: Problem, gpu: Gpu) -> Config | None:
     """What runs where nothing was tuned: the model's favourite."""
-    return next(iter(_ranked(problem, gpu, None)), None)
+    return _favourite(problem, gpu, None)
 
 
 def favourite(problem: Problem, gpu: Gpu, template: str) -> list[Config]:
     """The model's favourite config of one template, if it has a legal one."""
-    return _ranked(problem, gpu, (template,))[:1]
+    config = _favourite(problem, gpu, (template,))
+    return [] if config is None else [config]
 
 
 def vanilla_config(problem: Problem, gpu: Gpu) -> Config | None:
     """The model's favourite of plain Triton, the operator's last template, which any GPU can run."""
-    return next(iter(favourite(problem, gpu, ops.get(problem.operator).templates[-1])), None)
+    return _favourite(problem, gpu, (ops.get(problem.operator).templates[-1],))
 
 
-def _ranked(problem: Problem, gpu: Gpu, templates: tuple[str, ...] | None) -> list[Config]:
+def _favourite(problem: Problem, gpu: Gpu, templates: tuple[str, ...] | None) -> Config | None:
+    """The best for the problem of what is best for its class; of all legal configs, where none of those is."""
+    operator = ops.get(problem.operator)
+    for one in (representative(problem), problem):
+        best = _of_class(one, gpu, templates, paths.SEARCH_SPACES)
+        for config in sorted(best, key=lambda config: operator.predict_us(problem, config, gpu)):
+            if one is problem or space.why_illegal(operator, problem, config, gpu) is None:
+                return config
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _of_class(one: Problem, gpu: Gpu, templates: tuple[str, ...] | None, _spaces: object) -> tuple[Config, ...]:
+    return tuple(_ranked(one, gpu, templates)[:_FAVOURITES])
+
+
+def forget() -> None:
+    """Ranks anew, for whoever changed the model or a search space."""
+    _of_class.cache_clear()
+
+
+def _ranked(problem: Problem, gpu: Gpu, templates: Sequence[str] | None) -> list[Config]:
     operator = ops.get(problem.operator)
     legal = space.legal_configs(operator, problem, gpu, templates)
     return sorted(legal, key=lambda config: operator.predict_us(problem, config, gpu))

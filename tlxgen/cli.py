@@ -1,4 +1,4 @@
-"""The command line: `tlxgen tune | show | emit | check | regress | doctor | cache`."""
+"""The command line: `tlxgen tune | show | emit | export | check | regress | doctor | cache`."""
 
 from __future__ import annotations
 
@@ -12,30 +12,38 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tlxgen import cli_cache, ops
+from tlxgen import cli_cache, cli_export, ops
 from tlxgen._version import __version__
 from tlxgen.errors import InvalidConfigError, InvalidProblemError, OutputError, TlxgenError
 from tlxgen.problem import Problem
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(cli_cache.app, name="cache", help="List, export, import and prune tuned configs.")
+app.command()(cli_export.export)
 
 #: Everything but results goes here.
 _log = Console(stderr=True)
 
 _Operator = Annotated[str, typer.Argument(help=f"One of {', '.join(ops.NAMES)}.", show_default=False)]
-_Sizes = Annotated[
-    list[str],
-    typer.Argument(
-        help="Sizes: gemm M N K, attention B H S D, attention_varlen B H TOTAL D (TOTAL rows), vector_add n.",
-        show_default=False,
-    ),
-]
+#: Of the arguments after the operator.
+_SIZES = (
+    "Sizes: gemm M N K, grouped_gemm E ROWS N K (E experts, ROWS tokens), attention B H S D, "
+    "attention_varlen B H TOTAL D (TOTAL rows), vector_add n."
+)
+_UNTUNED = "`tlxgen tune --untuned` for all that programs asked for"
+_Sizes = Annotated[list[str], typer.Argument(help=_SIZES, show_default=False)]
 _DType = Annotated[str, typer.Option(help="bf16, fp16 or fp32 (through TF32).")]
-_OutDType = Annotated[str | None, typer.Option(help="Output dtype of gemm; the input's by default.")]
-_Layout = Annotated[str | None, typer.Option(help="nn, nt, tn or tt: how A and B of gemm are stored.")]
+_OutDType = Annotated[str | None, typer.Option(help="Output dtype of gemm and grouped_gemm; the input's by default.")]
+_Layout = Annotated[str | None, typer.Option(help="nn, nt, tn or tt: how A and B of gemm and grouped_gemm are stored.")]
 _Epilogue = Annotated[
     str | None, typer.Option(help="none, or parts of scale+bias+relu|gelu|silu+residual, in that order.")
+]
+_Form = Annotated[
+    str | None, typer.Option(help="Of grouped_gemm: 2d3d, 3d2d, 2d2d, 3d3d, or masked; ranks of A and B.")
+]
+_MaxRows = Annotated[int | None, typer.Option(help="Tokens that an expert of masked grouped_gemm has room for.")]
+_GroupSizes = Annotated[
+    str | None, typer.Option(help="How grouped_gemm's tokens are spread: even, dirichlet, zipf, or numbers by commas.")
 ]
 _KvHeads = Annotated[int | None, typer.Option(help="Heads of k and v of attention; H by default.")]
 _KvLen = Annotated[int | None, typer.Option(help="Length of k and v of attention; S by default.")]
@@ -57,6 +65,9 @@ _PROBLEM_OPTIONS = (
     "out_dtype",
     "layout",
     "epilogue",
+    "form",
+    "max_rows",
+    "group_sizes",
     "kv_heads",
     "kv_len",
     "total_kv",
@@ -83,12 +94,15 @@ def _root(
 
 @app.command()
 def tune(
-    operator: _Operator,
-    sizes: _Sizes,
+    operator: Annotated[str | None, typer.Argument(help=f"One of {', '.join(ops.NAMES)}.", show_default=False)] = None,
+    sizes: Annotated[list[str] | None, typer.Argument(help=_SIZES, show_default=False)] = None,
     dtype: _DType = "bf16",
     out_dtype: _OutDType = None,
     layout: _Layout = None,
     epilogue: _Epilogue = None,
+    form: _Form = None,
+    max_rows: _MaxRows = None,
+    group_sizes: _GroupSizes = None,
     kv_heads: _KvHeads = None,
     kv_len: _KvLen = None,
     total_kv: _TotalKv = None,
@@ -107,6 +121,9 @@ def tune(
     template: Annotated[list[str] | None, typer.Option(help="Only these templates; may be given again.")] = None,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile and rank; measure nothing.")] = False,
     target: _Target = None,
+    untuned: Annotated[
+        bool, typer.Option("--untuned", help="All problems that programs asked for here and found no row for.")
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Find the best kernel for a problem and keep it.
@@ -116,9 +133,7 @@ def tune(
     """
     from tlxgen import tuning_cli
 
-    problem = parse(operator, sizes, **_problem_options(locals()))
-    tuning_cli.run(
-        problem,
+    options = tuning_cli.Options(
         trials=trials,
         seconds=seconds,
         sampler=sampler,
@@ -128,8 +143,15 @@ def tune(
         compile_only=compile_only,
         target=target,
         as_json=as_json,
-        log=_log,
     )
+    if untuned:
+        if sizes:
+            raise InvalidProblemError("--untuned takes its problems from the list, so none may be named beside it")
+        tuning_cli.run_untuned(operator, options, _log)
+        return
+    if operator is None:
+        raise InvalidProblemError(f"name a problem, such as `tlxgen tune gemm 4096 4096 4096`; or {_UNTUNED}")
+    tuning_cli.run(parse(operator, sizes or [], **_problem_options(locals())), options, _log)
 
 
 @app.command()
@@ -140,6 +162,9 @@ def show(
     out_dtype: _OutDType = None,
     layout: _Layout = None,
     epilogue: _Epilogue = None,
+    form: _Form = None,
+    max_rows: _MaxRows = None,
+    group_sizes: _GroupSizes = None,
     kv_heads: _KvHeads = None,
     kv_len: _KvLen = None,
     total_kv: _TotalKv = None,
@@ -176,6 +201,9 @@ def emit(
     out_dtype: _OutDType = None,
     layout: _Layout = None,
     epilogue: _Epilogue = None,
+    form: _Form = None,
+    max_rows: _MaxRows = None,
+    group_sizes: _GroupSizes = None,
     kv_heads: _KvHeads = None,
     kv_len: _KvLen = None,
     total_kv: _TotalKv = None,
@@ -220,6 +248,9 @@ def check(
     out_dtype: _OutDType = None,
     layout: _Layout = None,
     epilogue: _Epilogue = None,
+    form: _Form = None,
+    max_rows: _MaxRows = None,
+    group_sizes: _GroupSizes = None,
     kv_heads: _KvHeads = None,
     kv_len: _KvLen = None,
     total_kv: _TotalKv = None,

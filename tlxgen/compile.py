@@ -13,9 +13,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from tlxgen import binaries, facts, loader, ops, toolchain
 from tlxgen.emit import KernelSource
@@ -32,20 +33,21 @@ class Binary:
     seconds: float
 
 
-def compile_kernel(module: ModuleType, args: Sequence[Any], capability: tuple[int, int]) -> Any:
+#: A compute capability, such as (9, 0), or the name of an AMD architecture, such as `gfx942`.
+Architecture: TypeAlias = tuple[int, int] | str
+
+
+def compile_kernel(module: ModuleType, args: Sequence[Any], capability: Architecture) -> Any:
     """The emitted module's kernel, compiled for these arguments; Triton's `CompiledKernel`.
 
     Tensors may live on the `meta` device: only their dtype and alignment matter.
     """
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler.compiler import ASTSource, make_backend
-    from triton.runtime.jit import create_function_from_signature
+    from triton.compiler.compiler import ASTSource
 
-    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-    backend = make_backend(target)
+    target = _target(capability)
     kernel = module.kernel
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    backend, bind = _binder(kernel, target)
     bound, specialization, options = bind(*args, **module.OPTIONS)
     options, signature, constants, attributes = kernel._pack_args(  # noqa: SLF001 - what a launch itself calls
         backend, dict(module.OPTIONS), bound, specialization, options
@@ -58,6 +60,34 @@ def compile_kernel(module: ModuleType, args: Sequence[Any], capability: tuple[in
         compiled = triton.compile(source, target=target, options=options.__dict__)
     binaries.remember(compiled, source, options, target)
     return compiled
+
+
+def specialization(module: ModuleType, args: Sequence[Any], capability: Architecture) -> tuple[Any, ...]:
+    """What Triton makes of a kernel's arguments: calls that are alike in it, on one device, run one binary."""
+    _, bind = _binder(module.kernel, _target(capability))
+    return tuple(bind(*args, **module.OPTIONS)[1])
+
+
+def _target(capability: Architecture) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    if isinstance(capability, str):
+        return GPUTarget("hip", capability, _WAVE)
+    return GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+
+
+#: Threads of one wavefront of AMD's data-centre GPUs (CDNA).
+_WAVE = 64
+
+
+@lru_cache(maxsize=256)
+def _binder(kernel: Any, target: Any) -> tuple[Any, Any]:
+    """Triton's backend, and its function from arguments to their specialization; making it takes a millisecond."""
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(target)
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
 
 @dataclass(frozen=True)

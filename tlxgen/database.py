@@ -13,13 +13,11 @@ from __future__ import annotations
 import sqlite3
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from sqlite_utils import Database
 
 from tlxgen import aside, paths
 from tlxgen.errors import CacheError
@@ -95,6 +93,37 @@ class UnusableFileError(CacheError):
     """The file is damaged, of another program or of a later version: another one has to take its place."""
 
 
+class Connection:
+    """What of `sqlite_utils.Database` reading takes, without importing it: on the way to a kernel, rows are read."""
+
+    def __init__(self, conn: sqlite3.Connection) -> None:
+        self.conn = conn
+
+    def query(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> Iterator[dict[str, Any]]:
+        """Rows as dictionaries."""
+        cursor = self.conn.execute(sql, values)
+        names = [column[0] for column in cursor.description]
+        return (dict(zip(names, row, strict=True)) for row in cursor)
+
+    def execute(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
+        """One statement."""
+        return self.conn.execute(sql, values)
+
+    def table(self, name: str) -> Any:
+        """A table of `sqlite_utils`."""
+        from sqlite_utils import Database
+
+        return Database(self.conn, execute_plugins=False).table(name)
+
+    def table_names(self) -> list[str]:
+        """All tables."""
+        return [str(row[0]) for row in self.conn.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+
+    def close(self) -> None:
+        """Ends it."""
+        self.conn.close()
+
+
 def checked_place(path: Path | None) -> Path:
     """Where the database is to be, its directory ready."""
     try:
@@ -111,12 +140,12 @@ def checked_place(path: Path | None) -> Path:
     return place
 
 
-def connect(target: str, *, uri: bool = False) -> Any:
+def connect(target: str, *, uri: bool = False) -> Connection:
     """A connection that any thread may use and that waits for locks."""
     # Transactions are begun by hand: the driver's implicit ones start as readers, which cannot wait for a write lock.
     connection = sqlite3.connect(target, timeout=BUSY_SECONDS, check_same_thread=False, isolation_level=None, uri=uri)
     connection.text_factory = _text  # by default, one damaged character makes every query that meets it raise
-    return Database(connection, execute_plugins=False)
+    return Connection(connection)
 
 
 def _text(stored: bytes) -> str:

@@ -7,7 +7,7 @@ H800 and H20). The analytic model scales them by efficiencies that were measured
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tlxgen.errors import UnsupportedDeviceError
 from tlxgen.record import DeviceKey
@@ -30,7 +30,7 @@ class Gpu:
     clock: float
     bandwidth: float
     l2_bytes: int
-    rates: dict[str, float]
+    rates: dict[str, float] = field(hash=False)
 
     @property
     def key(self) -> DeviceKey:

@@ -7,6 +7,7 @@ Same input, same bytes out. Templates see settled values only: whatever Python c
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import io
 import json
@@ -14,11 +15,12 @@ import re
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.bccache
 
 from tlxgen import paths
 from tlxgen._version import __version__
@@ -45,19 +47,27 @@ class KernelSource:
         or a helper of the generator does, as far as it reaches this kernel. Made of tokens, which every supported
         Python reads alike (the dump of a syntax tree differs between versions).
         """
-        skipped = _lines_without_effect(ast.parse(self.text))
-        tokens = _formatted_strings_whole(self.text, tokenize.generate_tokens(io.StringIO(self.text).readline))
-        code = [_MARKS.get(t.type, t.string) for t in tokens if t.type not in _COMMENTS and t.start[0] not in skipped]
         # Dtypes reach a kernel through its arguments, and do not show in the text.
         fields = self.problem.model_dump(exclude={*self.problem.sizes, *self.problem.extents})
-        code.append(json.dumps(fields, sort_keys=True))
-        return hashlib.sha256("\0".join(code).encode()).hexdigest()[:32]
+        return _code_hash(_OF_ONE_SIZE.sub("", self.text), json.dumps(fields, sort_keys=True))
 
     @property
     def file_name(self) -> str:
         """A name that no other text has, so that no two variants share a module or a stale byte-code file."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:16]
         return f"{self.config.template}_{digest}.py"
+
+
+#: The two places of a file that name sizes and nothing else: a line of its docstring, the defaults of its self-check.
+_OF_ONE_SIZE = re.compile(r"^    problem   .*$|(?<=^def check\().*(?=\):$)", re.MULTILINE)
+
+
+@lru_cache(maxsize=256)  # reading tokens takes ten times as long as emitting; sizes of one kernel share an entry
+def _code_hash(text: str, fields: str) -> str:
+    skipped = _lines_without_effect(ast.parse(text))
+    tokens = _formatted_strings_whole(text, tokenize.generate_tokens(io.StringIO(text).readline))
+    code = [_MARKS.get(t.type, t.string) for t in tokens if t.type not in _COMMENTS and t.start[0] not in skipped]
+    return hashlib.sha256("\0".join([*code, fields]).encode()).hexdigest()[:32]
 
 
 #: Where Python 3.12 and later begin and end a formatted string; earlier ones read it as a single token.
@@ -152,9 +162,25 @@ def _text(environment: jinja2.Environment, name: str) -> str:
     return environment.loader.get_source(environment, name)[0]
 
 
+class _CompiledTemplates(jinja2.FileSystemBytecodeCache):
+    """Templates as Python's byte code in the user's cache, by content: compiling them is most of a cold start."""
+
+    def dump_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+        """Quietly keeps nothing where nothing can be written."""
+        with contextlib.suppress(OSError):
+            Path(self.directory).mkdir(parents=True, exist_ok=True)
+            super().dump_bytecode(bucket)
+
+    def load_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+        """Nothing where nothing can be read."""
+        with contextlib.suppress(OSError):
+            super().load_bytecode(bucket)
+
+
 @cache
 def _environment(root: Path) -> jinja2.Environment:
     return jinja2.Environment(
+        bytecode_cache=_CompiledTemplates(str(paths.user_cache_dir() / "templates")),
         loader=jinja2.FileSystemLoader(root),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

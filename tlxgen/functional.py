@@ -1,54 +1,41 @@
-"""Attention in place of torch's: the best kernel where one takes the call, torch where none does, with gradients.
+"""Attention and products in place of torch's: a kernel where one takes the call, else torch; with gradients.
 
     >>> from tlxgen import functional as F
     >>> out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # doctest: +SKIP
 
-Kernels come from `tlxgen.get_kernel`. Neither function runs inside a graph of `torch.compile`: it is left before the
-call and taken up after it, and `fullgraph=True` refuses them.
+Kernels come from `tlxgen.get_kernel`. In a graph of `torch.compile` operators of `tlxgen.library` stand for the calls,
+but for those of `grouped_mm`: the graph is left before them and taken up after them, which `fullgraph=True` refuses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from tlxgen import attention_backward as backward
-from tlxgen import ops, runtime
+from tlxgen import library, ops, runtime, torch_own
+from tlxgen.calls import as_given, transformed
 from tlxgen.errors import InvalidProblemError, LaunchError
+from tlxgen.functional_grouped import grouped_mm
+from tlxgen.functional_matmul import linear, matmul
+from tlxgen.functional_moe import fused_moe
 from tlxgen.ops.attention import AttentionProblem, Causal
+from tlxgen.pinning import pinned
 from tlxgen.runtime import Choice, Kernel, get_kernel
 
-__all__ = ["attention", "scaled_dot_product_attention"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
+__all__ = ["attention", "fused_moe", "grouped_mm", "linear", "matmul", "scaled_dot_product_attention"]
 
 _DEVICE = "cuda"  # the kind of device that kernels are for
+_DTYPES = frozenset({torch.bfloat16, torch.float16})
+_LARGEST_HEAD = 256
 _NUMBERS = frozenset({int, float})
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 
 
-def _untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compiler.disable`, which would import the compiler at once, for those who do not compile too."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            untraced: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-            return untraced(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
-@_untraced
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -83,6 +70,18 @@ def scaled_dot_product_attention(
     gradients which it does not have (causal, and not as many keys as queries) go to torch, but for a `scale` that is
     not positive: those gradients, and all second derivatives of what a kernel computed, are by formulas in float32.
     """
+    if torch.compiler.is_compiling():
+        causal: Causal = "top-left" if is_causal else "none"
+        if (
+            attn_mask is None
+            and dropout_p == 0.0
+            and _in_graph(query, key, value, gqa=enable_gqa)
+            and (_lse_for(query, key, value, causal, 0.0, scale) != library.NOBODY or not _recorded(query, key, value))
+        ):
+            return _attention_in_graph(query, key, value, causal, 0, 0.0, scale)[0]
+        return torch_own.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if (
         attn_mask is None
         and dropout_p == 0.0
@@ -97,7 +96,7 @@ def scaled_dot_product_attention(
             call = _Call(found, q, k, v, scale)
             if not call.torch:
                 return _like(query, call(q, k, v)[0])
-    return F.scaled_dot_product_attention(
+    return torch_own.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
@@ -126,7 +125,6 @@ def attention(
     scale: float | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
-@_untraced
 def attention(
     q: Tensor,
     k: Tensor,
@@ -166,10 +164,13 @@ def attention(
     """
     if not (scale is None or (type(scale) in _NUMBERS and math.isfinite(scale))):
         raise LaunchError(f"attention: scale is {scale!r}; it must be a finite number")
+    if torch.compiler.is_compiling():
+        out, lse = _attention_in_graph(q, k, v, causal, window, softcap, scale, return_lse=return_lse)
+        return (out, lse) if return_lse else out
     found = _find(q, k, v, causal, window, softcap, gqa=True)
     if isinstance(found, str):
         raise InvalidProblemError(found)
-    if _transformed():
+    if transformed():
         raise LaunchError("attention: kernels know neither functorch's transforms nor forward-mode differentiation")
     like = q
     q, k, v = map(_four, (q, k, v))
@@ -191,14 +192,58 @@ def _plain(*tensors: Tensor) -> bool:
             return False
     if torch.is_autocast_enabled(_DEVICE) and torch.get_autocast_dtype(_DEVICE) != tensors[0].dtype:
         return False  # torch would convert them
-    return not _transformed()
+    return not transformed()
 
 
-def _transformed() -> bool:
-    """Whether operations are vectorised or differentiated by what a kernel launch escapes: functorch, dual numbers."""
-    functorch: bool = torch._C._are_functorch_transforms_active()  # noqa: SLF001 - no public way
-    traced: bool = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None  # noqa: SLF001 - the same
-    return functorch or traced or torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001 - the same
+def _in_graph(q: Tensor, k: Tensor, v: Tensor, *, gqa: bool) -> bool:
+    """Whether an operator of `tlxgen.library` may stand for torch's, as far as a compiler can tell."""
+    if not (q.device.type == k.device.type == v.device.type == _DEVICE and q.dtype == k.dtype == v.dtype):
+        return False
+    if not library.kernels_here():
+        return False
+    if (
+        q.dtype not in _DTYPES
+        or q.dim() < 3
+        or k.dim() != q.dim()
+        or k.shape != v.shape
+        or q.shape[:-3] != k.shape[:-3]
+    ):
+        return False
+    heads, kv_heads, head_dim = q.shape[-3], k.shape[-3], q.shape[-1]
+    if head_dim != k.shape[-1] or head_dim % 8 or head_dim > _LARGEST_HEAD:
+        return False
+    if heads % kv_heads if gqa else heads != kv_heads:
+        return False
+    return not torch.is_autocast_enabled(_DEVICE) or torch.get_autocast_dtype(_DEVICE) == q.dtype
+
+
+def _attention_in_graph(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: Causal,
+    window: int,
+    softcap: float,
+    scale: float | None,
+    *,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The operator of `tlxgen.library`, with what its gradients will need."""
+    lse_for = library.CALLER if return_lse else _lse_for(q, k, v, causal, softcap, scale)
+    out, lse = torch.ops.tlxgen.attention(_four(q), _four(k), _four(v), causal, window, softcap, scale, lse_for)
+    return _like(q, out), _like(q, lse) if return_lse else lse
+
+
+def _lse_for(q: Tensor, k: Tensor, v: Tensor, causal: Causal, softcap: float, scale: float | None) -> int:
+    """Whether gradients are recorded that torch's flash-attention backward may have."""
+    aligned = causal != "top-left" or q.shape[-2] == k.shape[-2]
+    flash = aligned and not softcap and (scale is None or scale > 0)
+    return library.GRADIENTS if flash and _recorded(q, k, v) else library.NOBODY
+
+
+def _recorded(*tensors: Tensor) -> bool:
+    """Whether gradients of any are."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 class _Found:
@@ -226,15 +271,19 @@ def _choose(problem: AttentionProblem, q: Tensor) -> Kernel:
 
 #: By shapes, dtypes, devices and options: the problem and its kernels on that device, or why there are none.
 _FOUND: dict[tuple[Any, ...], _Found | str] = {}
+_MOST_FOUND = 4096
 runtime.CACHES.append(_FOUND)
 
 
 def _find(q: Tensor, k: Tensor, v: Tensor, causal: Causal, window: int, softcap: float, *, gqa: bool) -> _Found | str:
     """The problem of a call, validated the first time only; a reason if no kernel is for it."""
     same = (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
-    key = (q.shape, k.shape, v.shape, *same, causal, window, type(window), softcap, type(softcap), gqa)
+    pin = pinned("attention")
+    key = (q.shape, k.shape, v.shape, *same, causal, window, type(window), softcap, type(softcap), gqa, pin)
     found = _FOUND.get(key)
     if found is None:
+        if len(_FOUND) >= _MOST_FOUND:  # lengths that grow with every call; kernels are shared by `get_kernel`
+            _FOUND.clear()
         found = _FOUND[key] = _look_up(q, k, v, causal, window, softcap, gqa=gqa)
     return found
 
@@ -315,7 +364,7 @@ class _Call:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exp, which is empty unless the kernel gives it."""
-        with _as_given(q):
+        with as_given(q):
             if self.torch:
                 return backward.sdpa(self.problem, q, k, v, self.scale), q.new_empty(0)
             if not self.grad:
@@ -334,12 +383,6 @@ class _Call:
         return self.kernel(q, k, v, out=out, **named), lse
 
 
-def _as_given(q: Tensor) -> AbstractContextManager[Any]:
-    """Where autocast converts nothing; entered only where it would, since that takes its time."""
-    kind = q.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
 class _Attention(torch.autograd.Function):
     """What autograd knows of a call: q, k and v (B, H, S, D), and the `_Call`."""
 
@@ -354,7 +397,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, *of_forward = ctx.saved_tensors
-        with _as_given(q):
+        with as_given(q):
             return (*_gradients(ctx.call, (q, k, v), of_forward, grad_out, grad_lse, ctx.needs_input_grad[:3]), None)
 
 

@@ -1,7 +1,8 @@
 """KernelSource → imported module.
 
-`triton.jit` needs the function's source lines, so the text becomes a real file. Its name holds the hash of its bytes:
-two variants never share a module, and a file that is there already is the right one.
+`triton.jit` needs the function's source lines, so the text becomes a real file. Its name holds the hash of its bytes: a
+file that is there already is the right one. The module's name holds the hash of the code alone: two variants never
+share a module, and problems whose kernels differ in nothing but the sizes in a comment do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LOCK = threading.Lock()
 
 def load(source: KernelSource, directory: Path | None = None) -> ModuleType:
     """The emitted file as a module, imported at most once a process."""
-    name = "tlxgen_kernels." + source.file_name.removesuffix(".py")
+    name = _module_name(source)
     with _LOCK:
         module = sys.modules.get(name)
         if module is None:
@@ -41,6 +42,16 @@ def load(source: KernelSource, directory: Path | None = None) -> ModuleType:
                 del sys.modules[name]
                 raise
         return module
+
+
+def loaded(source: KernelSource) -> ModuleType | None:
+    """The module, if `load` was called for the same code before."""
+    with _LOCK:  # a module that is there may not be whole yet
+        return sys.modules.get(_module_name(source))
+
+
+def _module_name(source: KernelSource) -> str:
+    return f"tlxgen_kernels.{source.config.template}_{source.code_hash}"
 
 
 def write(source: KernelSource, directory: Path | None = None) -> Path:

@@ -170,7 +170,7 @@ class Setup:
         _session = Session(
             operator, self.problem, sets, reference, library, beside, untouched, guarded, gpu.sm_count, gpu.capability
         )
-        _session.candidates[PEER] = _library(_session, functools.partial(operator.eager, self.problem))
+        _session.candidates[PEER] = _library(_session, functools.partial(operator.timed_peer, self.problem))
         peer_us = statistics.median(Measure((), _PEER_ROUNDS)()[PEER])
         versions = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "driver": _driver_version()}
         return DeviceReport(gpu, versions, accuracy.error(library, reference).norm, peer_us)
@@ -196,8 +196,6 @@ class Gate:
             return Verdict("launch_failed", f"{type(error).__name__}: {error}"[:500])
 
     def _verdict(self) -> Verdict:
-        import torch
-
         session = Session.current()
         candidate = _load(session, self.source)
         session.guarded.fill_(_GUARD_VALUE)  # the candidate before may have been the one that the guards are for
@@ -214,7 +212,7 @@ class Gate:
             return Verdict("wrong_result", reason)
         if not _guards_intact(session):
             return Verdict("wrong_result", "memory before or after the output was overwritten")
-        if not all(torch.equal(results[0], result) for result in results[1:]):
+        if not all(_same_bits(results[0], result) for result in results[1:]):
             return Verdict("unstable_result", "launches on the same inputs gave different results: a race")
         candidate.launch_us = _rough_us(lambda: _launch(candidate, 0))
         session.candidates[self.name] = candidate
@@ -336,6 +334,13 @@ def _run_once(session: Session, candidate: _Candidate) -> torch.Tensor:
     _launch(candidate, -1)
     torch.cuda.synchronize()
     return output.clone()
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results are the same, NaN and all: of an output that is not written everywhere some is left."""
+    import torch
+
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _launch(candidate: _Candidate, index: int) -> None:

@@ -9,6 +9,7 @@ as measured.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tlxgen.config import Config, Value
@@ -48,8 +49,13 @@ _EFFICIENCY: dict[str, dict[tuple[int, int], float]] = {
     },
     "gemm_cp_async": {(128, 256): 0.92, (128, 128): 0.63, (64, 256): 0.63},
     "gemm_vanilla": {(128, 256): 0.90, (128, 128): 0.66, (64, 256): 0.66, (64, 128): 0.62},
+    # As gemm's; nothing was fitted for grouped products.
+    "grouped_gemm_tma": {(128, 256): 1.0, (256, 128): 0.98, (128, 128): 0.99, (64, 256): 0.97, (64, 128): 0.88},
+    "grouped_gemm_vanilla": {(128, 128): 0.6, (64, 128): 0.55},
 }
 _LARGE_HEAD = 128  # head dimension beyond which registers hold 64 keys a step
+_VANILLA_STREAM = 0.8  # plain Triton's share of the bandwidth that a TMA producer reaches; not measured
+_EXPOSED = 0.1  # of the shorter of arithmetic and memory traffic, what the longer does not hide; not measured
 _VANILLA_ATTENTION = 0.6  # plain Triton's share of a TMA kernel's rate; not measured
 
 #: By head dimension and whether causal: the share of the datasheet's rate that the best config of 4096 rows reached on
@@ -78,7 +84,14 @@ _ATTENTION: dict[tuple[int, bool], tuple[float, dict[str, Value]]] = {
     (256, True): (0.63, {**_LARGE, "schedule": "dynamic", "head_group": 16}),
 }
 
-_OTHER_TILES = {"gemm_tma_pingpong": 0.67, "gemm_tma_cooperative": 0.67, "gemm_cp_async": 0.5, "gemm_vanilla": 0.4}
+_OTHER_TILES = {
+    "gemm_tma_pingpong": 0.67,
+    "gemm_tma_cooperative": 0.67,
+    "gemm_cp_async": 0.5,
+    "gemm_vanilla": 0.4,
+    "grouped_gemm_tma": 0.67,
+    "grouped_gemm_vanilla": 0.4,
+}
 
 
 def gemm_us(problem: GemmProblem, config: Config, gpu: Gpu, bytes_moved: float) -> float:
@@ -107,6 +120,44 @@ def gemm_us(problem: GemmProblem, config: Config, gpu: Gpu, bytes_moved: float) 
         saved = _EARLY_PINGPONG_US
     loops = rounds * steps * step * reuse
     return _LAUNCH_US + _FILL_US - saved + max(loops, memory) + stores
+
+
+def grouped_gemm_us(
+    products: Sequence[tuple[int, int, int]], dtype: str, out_item: int, config: Config, gpu: Gpu, bytes_moved: float
+) -> float:
+    """Microseconds of one grouped GEMM: the tiles of all experts, dealt to the multiprocessors in turn.
+
+    Args:
+        products: M, N and K of each expert.
+        dtype: of the operands.
+        out_item: bytes of one element of the result.
+        config: of one of the operator's templates.
+        gpu: what on.
+        bytes_moved: by the roofline.
+    """
+    p = {name: int(value) for name, value in config.params.items() if not isinstance(value, str)}
+    block_m, block_n, block_k = p["block_m"], p["block_n"], p["block_k"]
+    item, clock = ITEM_BYTES[dtype], gpu.clock * 1e-6  # cycles/us
+    tiles = steps = reads = 0
+    for m, n, k in products:
+        own = math.ceil(m / block_m) * math.ceil(n / block_n)
+        tiles += own
+        steps += own * max(1, math.ceil(k / block_k))
+        reads += math.ceil(m / block_m) * n * k * item if p["group"] == 1 else 0
+    efficiency = _EFFICIENCY[config.template].get((block_m, block_n), _OTHER_TILES[config.template])
+    rate = gpu.rates[dtype] * _SUSTAINED * efficiency / gpu.sm_count * 1e-6  # FLOP/us of one multiprocessor
+    arrival = _LATENCY_US / p["num_stages"]
+    traffic = (block_m + block_n) * block_k * item / (_L2_BYTES_PER_CLOCK * clock)
+    step = max(2.0 * block_m * block_n * block_k / rate, traffic, arrival) + 0.01 * arrival
+    # The multiprocessor with the most tiles ends last; an average tile has an average number of steps.
+    rounds = math.ceil(tiles / gpu.sm_count)
+    store = block_m * block_n * out_item / (_STORE_BYTES_PER_CLOCK * clock)
+    loops = rounds * steps / max(1, tiles) * step + (rounds - 1) * store
+    # One tile at a time, weights have left L2 when the next tokens want them.
+    memory = max(bytes_moved, reads) / (gpu.bandwidth * _BANDWIDTH) * 1e6
+    memory /= _VANILLA_STREAM if config.template == "grouped_gemm_vanilla" else 1.0
+    # Few tiles of little depth leave gaps that the memory cannot fill.
+    return _LAUNCH_US + _FILL_US + max(loops, memory) + _EXPOSED * min(loops, memory) + store
 
 
 def stream_us(bytes_moved: float, resources: Resources, config: Config, gpu: Gpu) -> float:

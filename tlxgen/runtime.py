@@ -1,7 +1,7 @@
 """`get_kernel`: the best kernel for a problem on the machine at hand, as a callable.
 
-Selection goes down a list until something fits: the tuned row, the templates' default (the analytic model's favourite),
-plain Triton, torch. `Kernel.origin` says which it was, `Kernel.explain()` why not the better ones.
+Which config that is, `tlxgen.selection` decides; how a call is computed, `tlxgen.plans`. `Kernel.origin` says where the
+config comes from, `Kernel.explain()` why it is not a better one.
 """
 
 from __future__ import annotations
@@ -9,55 +9,63 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tlxgen import devices, loader, ops, toolchain
-from tlxgen.candidates import default_config, favourite, vanilla_config
+from tlxgen import candidates, devices, ops, pinning, selection
+from tlxgen.candidates import favourite
 from tlxgen.config import Config
 from tlxgen.devices import Gpu
 from tlxgen.emit import emit
-from tlxgen.errors import CacheError, LaunchError, NoKernelError
+from tlxgen.errors import InvalidConfigError, LaunchError, NoKernelError
 from tlxgen.keys import tuning_key
+from tlxgen.overlap import overlap
+from tlxgen.pinning import Pin, as_config, pinned
 from tlxgen.problem import Problem
-from tlxgen.record import TunedRecord
+from tlxgen.selection import Choice, FallbackWarning, Origin, select
+from tlxgen.size_classes import representative
 
 if TYPE_CHECKING:
     import torch
 
-    from tlxgen.launch import Launcher
+    from tlxgen.plans import Plan
 
-#: `tuned` and `predicted`: a row of the database; `default`: the model's favourite; `vanilla`: plain Triton.
-Origin = Literal["tuned", "predicted", "default", "vanilla", "torch"]
+__all__ = ["Choice", "FallbackWarning", "Kernel", "Origin", "forget", "get_kernel", "select"]
 
+#: What to do where nothing was tuned for the problem: note it for `tlxgen tune --untuned`, nothing, or tune now.
+OnMiss = Literal["record", "ignore", "tune"]
 
-class FallbackWarning(UserWarning):
-    """A kernel comes from further down the list than the tuned row; said once for each problem."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What runs, and the account of what was passed over, best first."""
-
-    origin: Origin
-    config: Config | None
-    passed_over: tuple[str, ...] = ()
+#: Kernels that are kept; one that was not asked for for longest goes first, its binary stays.
+_KERNELS = 4096
+#: Ways to lie in memory that one kernel keeps plans for.
+_PLANS = 256
+_KIND = "cuda"  # of the devices that kernels run on
+#: Failures that say of a tuned row that it cannot be served; others may pass, such as a full disk.
+_OF_THE_ROW = frozenset({"OutOfResources", "CompilationError", "PTXASError"})
+#: Origins that need no word: what was measured, and what the user chose.
+_SILENT = frozenset({"pinned", "tuned", "predicted", "nearest"})
 
 
 def get_kernel(
     operator: str,
     shape: Problem | Sequence[int] | Mapping[str, Any],
     *,
+    config: Config | str | Mapping[str, Any] | None = None,
     strict: bool = False,
+    on_miss: OnMiss = "record",
     **options: Any,
 ) -> Kernel:
     """The best kernel for a problem on the current device.
 
     Args:
-        operator: `gemm` or `vector_add`.
-        shape: sizes in order, fields by name, or a Problem; (M, N, K) for gemm, (n,) for vector_add.
-        strict: raise instead of falling back from a tuned row.
+        operator: `gemm`, `attention`, `attention_varlen` or `vector_add`.
+        shape: sizes in order, fields by name, or a Problem; (M, N, K) for gemm, (B, H, S, D) for attention, (n,) for
+            vector_add.
+        config: the config to take, as a `Config`, as `tlxgen show` prints it, or as `{"template": ..., "params": ...}`.
+            By default that of `tlxgen.pin` or of the environment (`tlxgen.pinning`), else the best that is known.
+        strict: raise instead of falling back from a tuned row or a pinned config.
+        on_miss: where no row is there for the problem: `record` notes it for `tlxgen tune --untuned`, `ignore` does
+            not, `tune` tunes now, for up to two minutes, on a Hopper GPU outside graph captures.
         **options: further fields of the Problem, such as `dtype`, `layout` and `epilogue`.
 
     Returns:
@@ -65,14 +73,24 @@ def get_kernel(
 
     Raises:
         InvalidProblemError: no such operator or problem.
+        InvalidConfigError: `config`, or the environment's, does not exist, or `config` is not legal for the problem;
+            `on_miss` is none of the three.
         NoKernelError: `strict`, and there is no tuned row for this GPU and toolchain.
+        LaunchError: `on_miss="tune"` while a CUDA graph is captured.
+        TuningError: `on_miss="tune"`, and no candidate survives.
     """
+    if on_miss not in get_args(OnMiss):
+        raise InvalidConfigError(f"on_miss is {on_miss!r}; use one of {', '.join(get_args(OnMiss))}")
     problem = ops.get(operator).problem(shape, **options)
-    device = _current_device()
-    kernel = _kernel(problem, device)
-    if strict and kernel.origin != "tuned":
+    pin = pinned(operator) if config is None else Pin(as_config(operator, config), "config=", binding=True)
+    device, note_miss = _current_device(), on_miss == "record"
+    kernel = _kernel(problem, device, pin, note_miss)
+    if on_miss == "tune" and kernel.origin not in ("pinned", "tuned") and _tunable(problem, device):
+        _tune(problem)
+        kernel = _kernel(problem, device, pin, note_miss)
+    if strict and kernel.origin not in ("pinned", "tuned"):
         raise NoKernelError(f"{problem.label}: {kernel.explain()}")
-    if kernel.origin not in ("tuned", "predicted"):
+    if kernel.origin not in _SILENT or (pin is not None and kernel.origin != "pinned"):
         _warn_once(problem, kernel.origin, kernel.explain())
     return kernel
 
@@ -92,7 +110,9 @@ class Kernel:
         self._choice = choice
         self._operator = ops.get(problem.operator)
         self._gpu = gpu
-        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._known: dict[tuple[Any, ...], Plan] = {}
+        self._defaults = self._operator.call_defaults(problem)
         self._lock = threading.Lock()
 
     @property
@@ -102,24 +122,50 @@ class Kernel:
 
     def explain(self) -> str:
         """Which kernel this is, and why the better choices did not apply."""
-        chosen = [f"{self.origin}: {self.config.short}"] if self.config else []
-        return "; ".join([*self._choice.passed_over, *chosen])
+        return self._choice.explain()
 
     def __call__(self, *tensors: torch.Tensor, out: torch.Tensor | None = None, **named: Any) -> torch.Tensor:
         """Computes the problem on these tensors.
 
         Raises:
-            LaunchError: a tensor has another shape, dtype or device than the problem asks for.
+            LaunchError: a tensor has another shape, dtype or device than the problem asks for, or requires gradients
+                that a kernel would not record; `out` overlaps an operand; a graph is captured before it is loaded.
         """
+        if out is None and not named:  # most calls, of which all but the addresses was checked before
+            plan = self._known.get(_signature(tensors))
+            if plan is not None:
+                return self._launch(plan, tensors)
         inputs = self._inputs(tensors, named)
         wrong = self._operator.check_call(self.problem, inputs) or self._wrong_output(inputs, out)
         if wrong:
             raise LaunchError(f"{self.problem.label}: {wrong}")
         if self.origin == "torch" or self.problem.empty:
             return self._operator.eager(self.problem, inputs, out)
+        if _recorded(inputs, out):
+            raise LaunchError(
+                f"{self.problem.label}: a tensor requires gradients, and a kernel records none; use tlxgen.functional, "
+                "which has them, or torch.no_grad()"
+            )
         output = self._operator.output(self.problem, inputs) if out is None else out
-        self._plan(inputs, output).launch(inputs, output)
+        plan = self.plan(inputs, output)
+        plan.launch(inputs, output)
+        if out is None and not named:
+            self._remember(tensors, plan)
         return output
+
+    def _launch(self, plan: Plan, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """A call like one before."""
+        inputs = {**self._defaults, **dict(zip(self._operator.inputs_in_order, tensors, strict=True))}
+        output = self._operator.output(self.problem, inputs)
+        plan.launch(inputs, output)
+        return output
+
+    def _remember(self, tensors: tuple[torch.Tensor, ...], plan: Plan) -> None:
+        """The next call on tensors like these needs no checks, unless gradients may be recorded by then."""
+        if not any(tensor.requires_grad for tensor in tensors):
+            if len(self._known) >= _PLANS:
+                self._known.clear()
+            self._known[_signature(tensors)] = plan
 
     def _inputs(self, tensors: tuple[torch.Tensor, ...], named: dict[str, Any]) -> dict[str, Any]:
         names = self._operator.inputs_in_order
@@ -129,7 +175,7 @@ class Kernel:
         twice = sorted(set(inputs) & set(named))
         if twice:
             raise LaunchError(f"{self.problem.label}: {twice[0]} is given twice")
-        return {**self._operator.call_defaults(self.problem), **inputs, **named}
+        return {**self._defaults, **inputs, **named}
 
     def _wrong_output(self, inputs: dict[str, Any], out: torch.Tensor | None) -> str | None:
         """Why `out` cannot take the result: shape, dtype or device."""
@@ -138,14 +184,14 @@ class Kernel:
         shape, dtype = self._operator.output_like(self.problem)
         operands = [inputs[name] for name in self._operator.inputs_in_order]
         device = operands[0].device
-        if not self.problem.empty and any(out.data_ptr() == operand.data_ptr() for operand in operands):
-            return "out is one of the operands; tiles would be overwritten while others still read them"
+        if any(overlap(out, operand) for operand in operands):
+            return "out is one of the operands, or overlaps one: tiles would be overwritten while others read them"
         if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
             found = f"shape {tuple(out.shape)}, dtype {out.dtype} and device {out.device}"
             return f"out has {found}; the result has {shape}, {dtype} and {device}"
         return None
 
-    def _plan(self, inputs: dict[str, Any], output: torch.Tensor) -> _Plan:
+    def plan(self, inputs: dict[str, Any], output: torch.Tensor) -> Plan:
         """How tensors that lie in memory like these are computed; made once for each way to lie."""
         key = (_placement(output), *((name, _placement(value)) for name, value in sorted(inputs.items())))
         plan = self._plans.get(key)
@@ -153,36 +199,45 @@ class Kernel:
             with self._lock:
                 plan = self._plans.get(key)
                 if plan is None:
+                    if len(self._plans) >= _PLANS:
+                        self._plans.clear()
                     plan = self._plans[key] = self._make_plan(inputs, output)
         return plan
 
-    def _make_plan(self, inputs: dict[str, Any], output: torch.Tensor) -> _Plan:
+    def _make_plan(self, inputs: dict[str, Any], output: torch.Tensor) -> Plan:
         assert self.config is not None
         assert self._gpu is not None
         _refuse_other_devices(self.problem, inputs, output)
-        if _is_capturing():
-            raise LaunchError(
-                f"{self.problem.label}: the kernel is not loaded yet for tensors that lie like these, and loading "
-                "would break the capture of this CUDA graph; call it once before capturing"
-            )
+        _refuse_another_gpu(self.problem, self._gpu, output)
+        from tlxgen import plans
+
+        capturing = plans.is_capturing()
         reasons: list[str] = []
         for config in self._in_turn():
             reason = self._operator.launchable(self.problem, config, inputs, output)
             if reason is None:
+                source = emit(self._operator, self.problem, config)
+                if capturing and not plans.is_loaded(self._operator, source, self._gpu, inputs, output):
+                    raise LaunchError(
+                        f"{self.problem.label}: the kernel is not loaded yet for tensors that lie like these, and "
+                        "loading would break the capture of this CUDA graph; call it once before capturing"
+                    )
                 try:
-                    plan = _KernelPlan(self._operator, self.problem, config, self._gpu, inputs, output)
+                    plan = plans.kernel_plan(self._operator, source, self._gpu, inputs, output)
                 except MemoryError:
                     raise
                 except Exception as error:
                     if type(error).__name__ == "OutOfMemoryError":  # passes, and says nothing of the config
                         raise
                     reason = f"{type(error).__name__}: {error}"
+                    if config == self.config and self.origin == "tuned" and type(error).__name__ in _OF_THE_ROW:
+                        selection.store().mark_bad(tuning_key(self.problem, self._gpu.key), reason)
                 else:
                     self._tell(reasons, config.short)
                     return plan
             reasons.append(f"{config.template}: {reason}")
         self._tell(reasons, "torch")
-        return _TorchPlan(self._operator, self.problem)
+        return plans.TorchPlan(self._operator, self.problem)
 
     def _in_turn(self) -> Iterator[Config]:
         """The chosen config, then the favourite of each template that may take what it cannot, plain Triton last."""
@@ -201,74 +256,11 @@ class Kernel:
             _warn_once(self.problem, instead, "; ".join([*reasons, f"these tensors go to {instead}"]))
 
 
-def _is_capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
-    import torch
-
-    return torch.cuda.is_current_stream_capturing()
-
-
-class _Plan:
-    """One way to compute."""
-
-    def launch(self, inputs: dict[str, Any], output: torch.Tensor) -> None:
-        """Writes the result to `output`."""
-        raise NotImplementedError
-
-
-class _TorchPlan(_Plan):
-    def __init__(self, operator: Any, problem: Problem) -> None:
-        self._operator = operator
-        self._problem = problem
-
-    def launch(self, inputs: dict[str, Any], output: torch.Tensor) -> None:
-        output.copy_(self._operator.eager(self._problem, inputs, None))
-
-
-class _KernelPlan(_Plan):
-    """A compiled kernel on one device."""
-
-    def __init__(
-        self, operator: Any, problem: Problem, config: Config, gpu: Gpu, inputs: dict[str, Any], output: torch.Tensor
-    ) -> None:
-        import torch
-
-        from tlxgen.launch import Launcher, SlimDescriptor
-
-        self._arguments = operator.arguments
-        self._module = loader.load(emit(operator, problem, config))
-        self._device = output.device.index or 0
-        self._num_sms = gpu.sm_count
-        with torch.cuda.device(self._device):
-            _, args = self._arguments(self._module, inputs, output, num_sms=self._num_sms)
-            self._launcher: Launcher = Launcher(self._module, args, gpu.capability)
-        self._options: dict[str, Any] = {"num_sms": self._num_sms}
-        if self._launcher.slim:
-            self._options["descriptor"] = SlimDescriptor
-
-    def launch(self, inputs: dict[str, Any], output: torch.Tensor) -> None:
-        import torch
-
-        grid, args = self._arguments(self._module, inputs, output, **self._options)
-        if not getattr(_THREAD, "ready", False):  # the dispatcher expects a CUDA context, which a new thread lacks
-            torch.cuda.set_device(torch.cuda.current_device())
-            _THREAD.ready = True
-        if torch.cuda.current_device() == self._device:
-            self._launcher(grid, _raw_stream(self._device), args)
-            return
-        with torch.cuda.device(self._device):
-            self._launcher(grid, _raw_stream(self._device), args)
-
-
-_THREAD = threading.local()
-
-
-def _raw_stream(device: int) -> int:
-    """The caller's current stream; `torch.cuda.current_stream().cuda_stream` is the public way, and 8 us slower."""
-    import torch
-
-    stream: int = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001
-    return stream
+def _signature(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """All that checks and plans ask of tensors; their contents and addresses are free."""
+    return tuple(
+        (x.shape, x.dtype, x.stride(), x.data_ptr() % 16, x.device, x.requires_grad, x.is_neg()) for x in tensors
+    )
 
 
 def _placement(value: Any) -> Any:
@@ -279,93 +271,69 @@ def _placement(value: Any) -> Any:
     stride = getattr(value, "stride", None)
     if stride is None:
         return value is not None and value < 0
-    return stride(), value.data_ptr() % 16, value.device
+    return stride(), value.data_ptr() % 16, value.device, value.is_neg()
+
+
+def _recorded(inputs: dict[str, Any], out: torch.Tensor | None) -> bool:
+    """Whether autograd would have to know of the call."""
+    tensors = [*inputs.values(), out]
+    if not any(getattr(value, "requires_grad", False) for value in tensors):
+        return False
+    import torch
+
+    return torch.is_grad_enabled()
+
+
+def _refuse_another_gpu(problem: Problem, gpu: Gpu, output: torch.Tensor) -> None:
+    """Of one machine with several models: a config, and a binary, are for one of them."""
+    there = devices.detect(output.device.index) if output.device.type == "cuda" else None
+    if there is not None and there.key != gpu.key:
+        raise LaunchError(
+            f"{problem.label}: the kernel was chosen for {gpu.slug} ({gpu.sm_count} SMs), the tensors are on "
+            f"{output.device}, {there.slug} ({there.sm_count} SMs); call get_kernel under torch.cuda.device"
+        )
 
 
 def _refuse_other_devices(problem: Problem, inputs: dict[str, Any], output: torch.Tensor) -> None:
-    for name, value in inputs.items():
+    for name, value in {**inputs, "out": output}.items():
+        if hasattr(value, "is_neg") and value.is_neg():
+            raise LaunchError(
+                f"{problem.label}: {name} is negated when read, which a kernel misses; call resolve_neg()"
+            )
         device = getattr(value, "device", output.device)
-        if device.type != "cuda" or device != output.device:
+        if device.type != _KIND or device != output.device:
             raise LaunchError(
                 f"{problem.label}: {name} is on {device}, the output on {output.device}; the kernel runs on one GPU"
             )
 
 
-def select(problem: Problem, gpu: Gpu | None, *, note_miss: bool = True) -> Choice:
-    """Goes down the list of choices; with `note_miss` a missing row is noted for `tlxgen cache untuned`."""
-    if problem.empty:
-        return Choice("torch", None, ("a size is zero: nothing to launch",))
-    if gpu is None:
-        return Choice("torch", None, ("no CUDA GPU here: torch computes",))
-    passed_over: list[str] = []
-    choice = _on_hopper(problem, gpu, passed_over, note_miss=note_miss)
-    if choice is not None:
-        return choice
-    if not ops.get(problem.operator).proven:
-        passed_over.append(f"{problem.operator} kernels are new: those that were tuned here are used, nothing else")
-        return Choice("torch", None, tuple(passed_over))
-    config = vanilla_config(problem, gpu)
-    if config is not None and _has_triton():
-        return Choice("vanilla", config, tuple(passed_over))
-    return Choice("torch", None, (*passed_over, "no plain Triton kernel either: torch computes"))
-
-
-def _on_hopper(problem: Problem, gpu: Gpu, passed_over: list[str], *, note_miss: bool) -> Choice | None:
-    """A stored row or the default; None, with the reasons added, where neither applies."""
-    if gpu.capability != (9, 0):
-        passed_over.append(f"compute capability {gpu.capability[0]}.{gpu.capability[1]} is not Hopper's 9.0")
-        return None
-    if not toolchain.has_tlx():
-        passed_over.append("the installed triton has no TLX (see `tlxgen doctor`)")
-        return None
-    proven = ops.get(problem.operator).proven
-    record, reason = _stored(problem, gpu, note_miss=note_miss)
-    if record is not None and (proven or record.origin == "measured"):
-        return Choice("tuned" if record.origin == "measured" else "predicted", record.config)
-    passed_over.append(reason if record is None else f"the row of {problem.label} was predicted, not measured")
-    config = default_config(problem, gpu)
-    return Choice("default", config, tuple(passed_over)) if config is not None and proven else None
-
-
-def _stored(problem: Problem, gpu: Gpu, *, note_miss: bool) -> tuple[TunedRecord | None, str]:
-    """The stored row if it may be served, or why not."""
-    from tlxgen import space
-    from tlxgen.staleness import why_other_code
-
-    store = _store()
-    key = tuning_key(problem, gpu.key)
-    record = store.get(key)
-    if record is None:
-        if note_miss:
-            store.note_untuned(key)
-        return None, f"no tuned row for {problem.label} on {gpu.slug} ({gpu.sm_count} SMs), {key.toolchain}"
-    reason = space.why_illegal(ops.get(problem.operator), problem, record.config, gpu)
-    if reason is not None:
-        store.mark_bad(key, reason)
-    else:
-        reason = why_other_code(record)  # a miss, not a defect: another version of tlxgen may share the database
-        if reason is None:
-            return record, ""
-    return None, f"the tuned row cannot be served: {reason}"
-
-
-@cache
-def _kernel(problem: Problem, device: int | None) -> Kernel:
+@lru_cache(maxsize=_KERNELS)
+def _kernel(problem: Problem, device: int | None, pin: Pin | None, note_miss: bool) -> Kernel:
     gpu = None if device is None else devices.detect(device)
-    return Kernel(problem, select(problem, gpu), gpu)
+    return Kernel(problem, select(problem, gpu, note_miss=note_miss, pin=pin), gpu)
 
 
-@cache
-def _store() -> Any:
-    from tlxgen.shipped import import_shipped
+def _tunable(problem: Problem, device: int | None) -> bool:
+    """Whether this machine can tune the problem."""
+    from tlxgen import toolchain
+
+    gpu = None if device is None else devices.detect(device)
+    return gpu is not None and gpu.capability == selection.HOPPER and toolchain.has_tlx() and not problem.empty
+
+
+def _tune(problem: Problem) -> None:
+    """Tunes the problem, alone on the GPU among tuners, and looks at rows anew."""
+    from tlxgen import gpu_lock, plans
     from tlxgen.store import Store
+    from tlxgen.tune import Budget, tune
 
-    store = Store.open()
-    try:
-        import_shipped(store)
-    except CacheError as error:
-        warnings.warn(f"shipped configs could not be imported: {error}", FallbackWarning, stacklevel=2)
-    return store
+    if plans.is_capturing():
+        raise LaunchError(f"{problem.label}: tuning would break the capture of this CUDA graph; tune before capturing")
+    uuid = devices.uuid()
+    with Store.open(read_only_ok=False) as store, gpu_lock.exclusive(uuid, lambda _: None):
+        tune(problem, store, budget=Budget(), neighbours=lambda: gpu_lock.other_processes(uuid))
+    selection.neighbourhood.cache_clear()
+    _kernel.cache_clear()
 
 
 #: Where other modules keep kernels; `forget` empties these too.
@@ -374,9 +342,15 @@ CACHES: list[dict[Any, Any]] = []
 
 def forget() -> None:
     """Drops loaded kernels and the open database, so that the next `get_kernel` looks again."""
+    import sys
+
     _kernel.cache_clear()
-    _store.cache_clear()
+    selection.forget()
+    candidates.forget()
+    pinning.forget()
     _WARNED.clear()
+    if "tlxgen.plans" in sys.modules:
+        sys.modules["tlxgen.plans"].LOADED.clear()
     for kept in CACHES:
         kept.clear()
 
@@ -389,16 +363,12 @@ def _current_device() -> int | None:
     return torch.cuda.current_device()
 
 
-def _has_triton() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("triton") is not None
-
-
 _WARNED: set[tuple[Problem, str]] = set()
 
 
 def _warn_once(problem: Problem, origin: str, explanation: str) -> None:
-    if (problem, origin) not in _WARNED:
-        _WARNED.add((problem, origin))
+    """Says once for each class of sizes what happens instead of a tuned kernel."""
+    key = representative(problem), origin
+    if key not in _WARNED:
+        _WARNED.add(key)
         warnings.warn(f"{problem.label}: {explanation}", FallbackWarning, stacklevel=3)

@@ -26,7 +26,10 @@ from tlxgen.record import DeviceKey, Origin, Trial, TunedRecord, TuningKey
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MEMORY", "CacheWarning", "Policy", "Source", "Store"]
+__all__ = ["MEMORY", "MOST_UNTUNED", "CacheWarning", "Policy", "Source", "Store"]
+
+#: Keys that the list of what to tune has room for.
+MOST_UNTUNED = 1000
 
 Policy: TypeAlias = Literal["faster", "newer", "keep"]
 Source: TypeAlias = Literal["user", "shipped"]
@@ -183,12 +186,20 @@ class Store:
         return [trial for trial in found if trial is not None]
 
     def note_untuned(self, key: TuningKey) -> None:
-        """Counts a miss at run time. Never raises and hardly waits: the count is not worth a stalled kernel call."""
+        """Counts a miss at run time. Never raises and hardly waits: the count is not worth a stalled kernel call.
+
+        The list keeps `MOST_UNTUNED` keys; a new one takes the place of the least wanted, the oldest of those.
+        """
         with suppress(CacheError), self._transaction(patient=False) as db:
             db.execute(
                 "INSERT INTO untuned (key_id, key, count, last_seen) VALUES (?, ?, 1, ?)"
                 " ON CONFLICT (key_id) DO UPDATE SET count = count + 1, last_seen = excluded.last_seen",
                 (key.id, _compact(key.model_dump()), _now()),
+            )
+            db.execute(
+                "DELETE FROM untuned WHERE key_id IN (SELECT key_id FROM untuned WHERE key_id != ?"
+                " ORDER BY count DESC, last_seen DESC, rowid DESC LIMIT -1 OFFSET ?)",
+                (key.id, MOST_UNTUNED - 1),
             )
 
     def untuned(self) -> list[tuple[TuningKey, int]]:

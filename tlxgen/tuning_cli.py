@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,12 +13,19 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tlxgen import devices, gpu_lock, ops
 from tlxgen.devices import Gpu
-from tlxgen.errors import InvalidConfigError, UnsupportedDeviceError
+from tlxgen.errors import (
+    GpuLostError,
+    InvalidConfigError,
+    InvalidProblemError,
+    TuningError,
+    UnsupportedDeviceError,
+)
 from tlxgen.problem import Problem
+from tlxgen.record import TuningKey
 from tlxgen.search import SEARCHES
 from tlxgen.shipped import import_shipped
 from tlxgen.store import Store
-from tlxgen.toolchain import require_tlx
+from tlxgen.toolchain import require_tlx, toolchain
 from tlxgen.tune import Budget, State, TuneResult, rank, tune
 
 if TYPE_CHECKING:
@@ -31,46 +39,93 @@ _TRIALS = 200
 _HOPPER = (9, 0)
 
 
-def run(
-    problem: Problem,
-    *,
-    trials: int | None,
-    seconds: float,
-    sampler: str,
-    seed: int,
-    workers: int | None,
-    templates: tuple[str, ...] | None,
-    compile_only: bool,
-    target: str | None,
-    as_json: bool,
-    log: Console,
-) -> None:
+@dataclass(frozen=True)
+class Options:
+    """What the command line says beside the problem."""
+
+    trials: int | None
+    seconds: float
+    sampler: str
+    seed: int
+    workers: int | None
+    templates: tuple[str, ...] | None
+    compile_only: bool
+    target: str | None
+    as_json: bool
+
+
+def run_untuned(operator: str | None, options: Options, log: Console) -> None:
+    """Tunes what programs asked for on this GPU under this toolchain, most wanted first; one failure stops no other.
+
+    Raises:
+        TuningError: for some problem no candidate survived; the others are tuned.
+    """
+    gpu = _target(devices.detect(), options.target, options.compile_only)
+    with Store.open(read_only_ok=False) as store:
+        wanted = [key for key, _ in store.untuned() if key.device == gpu.key and key.toolchain == toolchain()]
+    problems = [problem for key in wanted if operator in (None, key.operator) and (problem := _known(key)) is not None]
+    if not problems:
+        log.print(f"nothing was asked for on {gpu.slug} that is not tuned", soft_wrap=True)
+        return
+    failed = []
+    for number, problem in enumerate(problems, start=1):
+        log.print(f"{number} of {len(problems)}: {problem.label}", soft_wrap=True, highlight=False)
+        try:
+            result = run(problem, options, log)
+        except GpuLostError:
+            raise
+        except TuningError as error:
+            failed.append(problem.label)
+            log.print(f"{problem.label}: {error}", soft_wrap=True, highlight=False, markup=False)
+            continue
+        if result.interrupted:
+            return
+    if failed:
+        raise TuningError(f"{len(failed)} of {len(problems)} problems have no working candidate: {', '.join(failed)}")
+
+
+def _known(key: TuningKey) -> Problem | None:
+    """The problem of a key; None if another version of tlxgen asked for it."""
+    try:
+        problem = ops.get(key.operator).problem(key.problem)
+    except InvalidProblemError:
+        return None
+    return problem if isinstance(problem, Problem) else None
+
+
+def run(problem: Problem, options: Options, log: Console) -> TuneResult:
     """Tunes or ranks, and reports."""
-    if sampler not in SEARCHES:
-        raise InvalidConfigError(f"sampler {sampler!r} is not known; use one of {', '.join(SEARCHES)}")
-    unknown = set(templates or ()) - set(ops.get(problem.operator).templates)
+    if options.sampler not in SEARCHES:
+        raise InvalidConfigError(f"sampler {options.sampler!r} is not known; use one of {', '.join(SEARCHES)}")
+    unknown = set(options.templates or ()) - set(ops.get(problem.operator).templates)
     if unknown:
         known = ", ".join(ops.get(problem.operator).templates)
         raise InvalidConfigError(f"template {min(unknown)!r} is not one of {problem.operator}'s: {known}")
     require_tlx()
     present = devices.detect()
-    gpu = _target(present, target, compile_only)
-    measuring = not compile_only and present is not None and gpu.slug == present.slug
+    gpu = _target(present, options.target, options.compile_only)
+    measuring = not options.compile_only and present is not None and gpu.slug == present.slug
     with Store.open(read_only_ok=False) as store:
         import_shipped(store)  # so that what is reported as kept is what `get_kernel` will find
         if not measuring:
-            why = "--compile-only" if compile_only else "no Hopper GPU here"
+            why = "--compile-only" if options.compile_only else "no Hopper GPU here"
             log.print(
                 f"{why}: compiling for {gpu.slug} and ranking by the analytic model; nothing is measured",
                 soft_wrap=True,
             )
-            budget = Budget(trials or _TRIALS_WITHOUT_GPU, seconds)
+            budget = Budget(options.trials or _TRIALS_WITHOUT_GPU, options.seconds)
             with _bar(problem, log) as progress:
                 result = rank(
-                    problem, gpu, store, budget=budget, workers=workers, templates=templates, progress=progress
+                    problem,
+                    gpu,
+                    store,
+                    budget=budget,
+                    workers=options.workers,
+                    templates=options.templates,
+                    progress=progress,
                 )
         else:
-            budget = Budget(trials or _TRIALS, seconds)
+            budget = Budget(options.trials or _TRIALS, options.seconds)
             uuid = devices.uuid()
             with gpu_lock.exclusive(uuid, log.print), _bar(problem, log) as progress:
                 busy = gpu_lock.other_processes(uuid)
@@ -82,17 +137,18 @@ def run(
                 result = tune(
                     problem,
                     store,
-                    sampler=sampler,
+                    sampler=options.sampler,
                     budget=budget,
-                    seed=seed,
-                    workers=workers,
-                    templates=templates,
+                    seed=options.seed,
+                    workers=options.workers,
+                    templates=options.templates,
                     progress=progress,
                     neighbours=lambda: gpu_lock.other_processes(uuid),
                 )
-    typer.echo(json.dumps(as_dict(result)) if as_json else describe(problem, result))
+    typer.echo(json.dumps(as_dict(result)) if options.as_json else describe(problem, result))
     if result.interrupted:
         log.print("interrupted: the best so far is kept; the same command goes on from here", soft_wrap=True)
+    return result
 
 
 def _target(present: Gpu | None, target: str | None, compile_only: bool) -> Gpu:

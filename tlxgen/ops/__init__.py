@@ -10,7 +10,7 @@ from tlxgen.errors import InvalidProblemError
 from tlxgen.ops.base import Operator
 
 #: Name on the command line and in `get_kernel` → module.
-NAMES: tuple[str, ...] = ("gemm", "attention", "attention_varlen", "vector_add")
+NAMES: tuple[str, ...] = ("gemm", "grouped_gemm", "attention", "attention_varlen", "vector_add")
 
 
 @cache

@@ -48,6 +48,8 @@ class AttentionProblem(Problem):
     operator: ClassVar[str] = "attention"
     sizes: ClassVar[tuple[str, ...]] = ("B", "H", "S", "D")
     extents: ClassVar[tuple[str, ...]] = ("kv_heads", "kv_len")
+    lengths: ClassVar[Mapping[str, float]] = {"B": 0.5, "H": 0.5, "S": 1.0, "kv_heads": 0.5, "kv_len": 1.0}
+    running: ClassVar[Mapping[str, int]] = {"B": 1, "S": 1, "kv_len": 1}
 
     B: int = Field(ge=0, le=2**20)
     H: int = Field(ge=1, le=2**12)
@@ -244,7 +246,7 @@ class Attention(Operator[AttentionProblem]):
 
     def eager(self, problem: AttentionProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
         """`scaled_dot_product_attention`, or its steps in the problem's dtype where it has no argument for them."""
-        import torch.nn.functional as F  # noqa: N812 - torch's own convention
+        from tlxgen.torch_own import scaled_dot_product_attention
 
         q, k, v = (inputs[name] for name in self.inputs_in_order)
         scale, group = _scale(problem, inputs), problem.H // problem.kv_heads
@@ -252,7 +254,7 @@ class Attention(Operator[AttentionProblem]):
             inputs["lse"].copy_(_log_sum_exp(problem, inputs, "float32"))
         square = problem.causal == "none" or (not problem.window and problem.diagonal == 0 and scale > 0)
         if square and not problem.softcap:
-            result = F.scaled_dot_product_attention(
+            result = scaled_dot_product_attention(
                 q, k, v, is_causal=problem.causal != "none", scale=scale, enable_gqa=group > 1
             )
         else:

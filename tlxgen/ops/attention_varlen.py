@@ -48,6 +48,9 @@ class AttentionVarlenProblem(Problem):
     operator: ClassVar[str] = "attention_varlen"
     sizes: ClassVar[tuple[str, ...]] = ("B", "H", "total_q", "D")
     extents: ClassVar[tuple[str, ...]] = ("kv_heads", "total_kv", "max_q", "max_kv")
+    lengths: ClassVar[Mapping[str, float]] = dict.fromkeys(("total_q", "total_kv"), 1.0) | dict.fromkeys(
+        ("B", "H", "kv_heads", "max_q", "max_kv"), 0.5
+    )
 
     B: int = Field(ge=0, le=2**20)
     H: int = Field(ge=1, le=2**12)

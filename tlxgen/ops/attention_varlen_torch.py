@@ -33,7 +33,8 @@ def flash(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:
 def padded(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:
     """The result through sequences that are filled up with zeros to the longest; also writes the log-sum-exp."""
     import torch
-    import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+    from tlxgen.torch_own import scaled_dot_product_attention
 
     ends, total = inputs["cu_seqlens_q"].long(), problem.total_q
     q = _filled(inputs["q"], ends, problem.max_q)
@@ -42,7 +43,7 @@ def padded(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:
     seen = _seen(problem, inputs)
     blind = ~seen.any(-1, keepdim=True)
     if not (problem.softcap or problem.lse):
-        result = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=group > 1)
+        result = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=group > 1)
         return _packed(result.masked_fill(blind, 0.0), ends, total)
     scores = q.float() @ k.repeat_interleave(group, 1).transpose(2, 3).float() * scale
     if problem.softcap:

@@ -135,6 +135,10 @@ class Operator(ABC, Generic[P]):
     def eager(self, problem: P, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
         """The peer: the same operation through torch, written to `out` where torch can."""
 
+    def timed_peer(self, problem: P, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
+        """What the peer's time is taken of: `eager`, unless that asks the host, which a CUDA graph cannot capture."""
+        return self.eager(problem, inputs, out)
+
     def other_libraries(self, problem: P) -> Mapping[str, Callable[[Tensors, torch.Tensor], torch.Tensor]]:
         """Other implementations that are installed and take the problem, by name: of inputs and room for the output."""
         return {}

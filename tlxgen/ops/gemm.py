@@ -37,6 +37,8 @@ class GemmProblem(Problem):
     operator: ClassVar[str] = "gemm"
     sizes: ClassVar[tuple[str, ...]] = ("M", "N", "K")
     label_fields: ClassVar[tuple[str, ...]] = ("dtype", "layout", "epilogue")
+    lengths: ClassVar[Mapping[str, float]] = {"M": 1.0, "N": 1.0, "K": 0.5}  # K is walked, M and N are tiled
+    running: ClassVar[Mapping[str, int]] = {"M": 16}
 
     M: int = Field(ge=0, le=_LARGEST)
     N: int = Field(ge=0, le=_LARGEST)

@@ -22,6 +22,8 @@ class VectorAddProblem(Problem):
 
     operator: ClassVar[str] = "vector_add"
     sizes: ClassVar[tuple[str, ...]] = ("n",)
+    lengths: ClassVar[Mapping[str, float]] = {"n": 1.0}
+    running: ClassVar[Mapping[str, int]] = {"n": 16}
 
     n: int = Field(ge=0, le=2**40)
     dtype: DType = "bf16"

@@ -1,0 +1,151 @@
+"""Host time of one call, part by part, against torch's own.
+
+python -m benchmarks.overhead -o benchmarks/results/
+
+The host is what is timed: calls are queued on the GPU, a few hundred at a time, and waited for between the times. Each
+part is what a call does in that order: `check` the arguments, allocate the `output`, look the `plan` up, make grid and
+`arguments` (descriptors among them), `dispatch` to the driver; `call` is all of it, `torch` the library's call of the
+same. `new_length` is the first call of a length that was never seen, whose kernel another length has loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.results import write
+from tlxgen import functional, ops, plans, runtime
+from tlxgen.measure import Setup
+from tlxgen.problem import Problem
+
+CALLS = 300
+ROUNDS = 7
+NEW_LENGTHS = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem, and how its length is changed for `new_length`."""
+
+    problem: Problem
+    longer: Callable[[int], Problem]
+
+
+def main() -> None:
+    """Measures, writes the results and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results"))
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore", runtime.FallbackWarning)
+    rows = []
+    for case in cases():
+        entry = measure(case)
+        rows.append(entry)
+        parts = "  ".join(f"{name} {us:.2f}" for name, us in entry["host_us"].items())
+        print(f"{case.problem.label:48} {entry['origin']:8} {parts}", flush=True)
+    report = Setup("gemm", cases()[0].problem, seed=1)()
+    print(write(arguments.output, "overhead", report, rows, calls=CALLS, rounds=ROUNDS))
+
+
+def cases() -> list[Case]:
+    """Kernels that take so little time on the GPU that the host cannot hide behind them."""
+    gemm, attention = ops.get("gemm"), ops.get("attention")
+
+    def product(m: int) -> Problem:
+        problem: Problem = gemm.problem((m, 128, 128))
+        return problem
+
+    def decoding(keys: int) -> Problem:
+        problem: Problem = attention.problem((1, 8, 1, 128), kv_heads=2, kv_len=keys, causal="bottom-right")
+        return problem
+
+    def prefill(length: int) -> Problem:
+        problem: Problem = attention.problem((1, 2, length, 128), causal="bottom-right")
+        return problem
+
+    return [Case(product(128), product), Case(decoding(256), decoding), Case(prefill(128), prefill)]
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Microseconds of each part."""
+    problem, operator = case.problem, ops.get(case.problem.operator)
+    kernel = runtime.get_kernel(problem.operator, problem, on_miss="ignore")
+    inputs = operator.inputs(problem, "cuda", 0)
+    tensors = tuple(inputs[name] for name in operator.inputs_in_order)
+    out = kernel(*tensors)
+    found = {
+        **parts(kernel, inputs, out),
+        "call": host_us(lambda: kernel(*tensors)),
+        "call_out": host_us(lambda: kernel(*tensors, out=out)),
+        "torch": host_us(lambda: operator.eager(problem, inputs)),
+        "get_kernel": host_us(lambda: runtime.get_kernel(problem.operator, problem, on_miss="ignore")),
+    }
+    if problem.operator == "attention":
+        found["sdpa"] = host_us(lambda: functional.attention(*tensors, causal="bottom-right"))
+    return {
+        "op": problem.operator,
+        "problem": problem.model_dump(),
+        "origin": kernel.origin,
+        "config_short": kernel.config.short if kernel.config else "torch",
+        "host_us": {name: round(us, 2) for name, us in found.items()},
+        "new_length_us": round(new_length_us(case), 1),
+        "binaries": len(plans.LOADED),
+    }
+
+
+def parts(kernel: runtime.Kernel, inputs: dict[str, Any], out: torch.Tensor) -> dict[str, float]:
+    """Of a call that a kernel computes; none where torch does."""
+    if kernel.config is None:
+        return {}
+    operator, problem = ops.get(kernel.problem.operator), kernel.problem
+    plan = kernel.plan(inputs, out)
+    if not isinstance(plan, plans.KernelPlan):
+        return {}
+    grid, args = plan.arguments(inputs, out)
+    return {
+        "check": host_us(lambda: operator.check_call(problem, inputs)),
+        "output": host_us(lambda: operator.output(problem, inputs)),
+        "plan": host_us(lambda: kernel.plan(inputs, out)),
+        "arguments": host_us(lambda: plan.arguments(inputs, out)),
+        "dispatch": host_us(lambda: plan.dispatch(grid, args)),
+    }
+
+
+def host_us(call: Callable[[], Any]) -> float:
+    """Microseconds until the host goes on, the least of some rounds: whatever else happens only adds."""
+    times = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        times.append((time.perf_counter() - started) / CALLS * 1e6)
+    torch.cuda.synchronize()
+    return min(times)
+
+
+def new_length_us(case: Case) -> float:
+    """Median microseconds of the first call of a length, host side, `get_kernel` included."""
+    times = []
+    first = 1040
+    for length in range(first, first + 16 * NEW_LENGTHS, 16):
+        problem = case.longer(length)
+        inputs = ops.get(problem.operator).inputs(problem, "cuda", 0)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        runtime.get_kernel(problem.operator, problem, on_miss="ignore")(**inputs)
+        times.append((time.perf_counter() - started) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Kernels of grouped GEMM give the right result on the card: every form, layout and spread; neighbours full of NaN."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+
+from tlxgen import accuracy, devices, functional, functional_grouped, ops, runtime
+from tlxgen.candidates import candidates, favourite
+from tlxgen.compile_pool import CompilePool
+from tlxgen.config import Config
+from tlxgen.emit import emit
+from tlxgen.errors import CompileError, TuningError
+from tlxgen.launch import Launcher, SlimDescriptor
+from tlxgen.loader import load
+from tlxgen.ops.grouped_gemm_problem import GroupedGemmProblem, drawn_sizes
+from tlxgen.process import Child
+from tlxgen.trials import Card
+
+pytestmark = pytest.mark.gpu
+
+GROUPED = ops.get("grouped_gemm")
+H200 = devices.target("h200")
+FORMS: tuple[Any, ...] = ("2d3d", "3d2d", "2d2d", "3d3d", "masked")
+RAGGED: tuple[Any, ...] = ("2d3d", "3d2d", "2d2d", "masked")
+NAN = float("nan")
+
+#: Tokens of experts, by what is special about them.
+SPREADS: dict[str, list[int]] = {
+    "first empty": [0, 70, 500],
+    "last empty": [700, 5, 0, 0],
+    "middle empty": [40, 0, 0, 0, 300],
+    "one takes all": [0, 0, 1500, 0],
+    "one each": [1] * 40,
+    "one expert": [131],
+    "misaligned": [128, 130, 65],
+    "around a tile": [0, 127, 129, 0, 64, 255, 257, 1],
+    "whole tiles": [64] * 8,
+    "many": [0] * 500 + [3] * 11 + [300],
+}
+
+
+def spread(sizes: Sequence[int], n: int, k: int, form: Any, **options: Any) -> GroupedGemmProblem:
+    """A problem whose experts have so many tokens each."""
+    if form != "3d3d":
+        options["group_sizes"] = ",".join(map(str, sizes))
+    if form == "masked":
+        options.setdefault("max_rows", max(1, *sizes) + 8)
+    made = GROUPED.problem((len(sizes), sum(sizes), n, k), form=form, **options)
+    assert isinstance(made, GroupedGemmProblem)
+    return made
+
+
+PROBLEMS: list[GroupedGemmProblem] = [
+    *(GROUPED.problem((8, 4096, 1024, 768), form=form) for form in FORMS),
+    *(GROUPED.problem((8, 4096, 1024, 768), form=form, layout="tt", dtype="fp16") for form in ("2d3d", "3d3d")),
+    GROUPED.problem((8, 4096, 1024, 768), form="3d2d", layout="nn", epilogue="relu"),
+    GROUPED.problem((8, 4096, 1024, 768), form="2d2d", out_dtype="fp32"),
+    GROUPED.problem((8, 4096, 1024, 768), form="2d2d", layout="nn"),
+    GROUPED.problem((64, 1024, 1536, 512), layout="nt", epilogue="bias+silu", group_sizes="zipf"),
+    GROUPED.problem((64, 1024, 1536, 512), layout="nt", form="masked", max_rows=256, epilogue="bias+gelu"),
+    GROUPED.problem((16, 2000, 1004, 520), layout="nt", epilogue="bias+relu"),
+    GROUPED.problem((3, 1000, 77, 131)),
+    GROUPED.problem((4, 900, 24576, 64)),
+    GROUPED.problem((1, 777, 768, 256)),
+]
+
+
+def sample(problem: GroupedGemmProblem) -> list[Config]:
+    """Two configs of each template that serves the problem."""
+    rng = random.Random(problem.label)
+    chosen = []
+    for template in GROUPED.templates:
+        try:
+            legal = candidates(problem, H200, (template,))
+        except TuningError:
+            continue
+        chosen += rng.sample(legal, min(2, len(legal)))
+    return chosen
+
+
+CASES = [(problem, config) for problem in PROBLEMS for config in sample(problem)]
+
+
+@pytest.fixture(scope="session")
+def rejected() -> set[tuple[GroupedGemmProblem, Config]]:
+    """What the compiler made no good binary of; those are never launched."""
+    with CompilePool((9, 0)) as pool:
+        futures = {case: pool.submit(emit(GROUPED, *case)) for case in CASES}
+        return {case for case, future in futures.items() if isinstance(future.exception(), CompileError)}
+
+
+@pytest.fixture(scope="session")
+def child() -> Iterator[Child]:
+    """The process that owns the card."""
+    child = Child()
+    yield child
+    child.kill()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].label} {case[1].short}")
+def test_result_is_as_good_as_the_library(
+    case: tuple[GroupedGemmProblem, Config], child: Child, rejected: set[tuple[GroupedGemmProblem, Config]]
+) -> None:
+    """The gate fills the output with NaN, guards what lies around it, and launches several times."""
+    if case in rejected:
+        pytest.skip("the compiler spills")
+    problem, config = case
+    card = Card("grouped_gemm", problem, seed=11, child=child)
+    card.setup()
+    verdict = card.gate("candidate", emit(GROUPED, problem, config))
+    assert verdict.status == "ok", verdict.message
+
+
+def launcher(
+    problem: GroupedGemmProblem, template: str, inputs: dict[str, Any], out: torch.Tensor
+) -> Callable[[], None]:
+    """What launches the template's favourite as `get_kernel` does."""
+    config = candidates(problem, H200, (template,))[0]
+    refusal = GROUPED.launchable(problem, config, inputs, out)
+    assert refusal is None, refusal
+    module = load(emit(GROUPED, problem, config))
+    _, args = GROUPED.arguments(module, inputs, out, num_sms=132)
+    launch = Launcher(module, args, torch.cuda.get_device_capability())
+    slim: dict[str, Any] = {"descriptor": SlimDescriptor} if launch.slim else {}
+    grid, args = GROUPED.arguments(module, inputs, out, num_sms=132, **slim)
+    return lambda: launch(grid, torch.cuda.current_stream().cuda_stream, args)
+
+
+def run(problem: GroupedGemmProblem, template: str, inputs: dict[str, Any]) -> torch.Tensor:
+    """The result, written over NaN."""
+    out = GROUPED.output(problem, inputs).fill_(NAN)
+    launcher(problem, template, inputs, out)()
+    torch.cuda.synchronize()
+    return out
+
+
+@pytest.mark.parametrize("template", GROUPED.templates)
+@pytest.mark.parametrize("form", RAGGED)
+@pytest.mark.parametrize("sizes", SPREADS.values(), ids=SPREADS)
+def test_tokens_are_the_right_experts_however_they_are_spread(template: str, form: Any, sizes: list[int]) -> None:
+    problem = spread(sizes, 768, 512, form)
+    inputs: dict[str, Any] = dict(GROUPED.inputs(problem, "cuda", 0))
+    reason = accuracy.why_wrong(
+        run(problem, template, inputs), GROUPED.reference(problem, inputs), GROUPED.eager(problem, inputs)
+    )
+    assert reason is None, reason
+
+
+@pytest.mark.parametrize("template", GROUPED.templates)
+@pytest.mark.parametrize("form", FORMS)
+def test_an_expert_never_feels_its_neighbours(template: str, form: Any) -> None:
+    """Every other expert is NaN, in tokens and weights, and so is what lies behind the last token."""
+    sizes = [200] * 4 if form == "3d3d" else [300, 129, 3, 77]
+    problem = spread(sizes, 768, 512, form)
+    inputs: dict[str, Any] = dict(GROUPED.inputs(problem, "cuda", 0))
+    clean = run(problem, template, inputs)
+    ends = [0, *accumulate(sizes)]
+    for name, dimension in (("a", 1 if form == "2d2d" else 0), ("b", 1 if form == "3d2d" else 0)):
+        x = inputs[name]
+        if x.dim() == 3:
+            x[0], x[2] = NAN, NAN
+            continue
+        rows = x.movedim(dimension, 0)
+        longer = torch.full((len(rows) + 300, rows.shape[1]), NAN, dtype=x.dtype, device="cuda")
+        for expert in (1, 3):
+            own = slice(ends[expert], ends[expert + 1])
+            longer[own] = rows[own]
+        inputs[name] = longer[: len(rows)].movedim(0, dimension)
+    if form == "masked":
+        for expert, size in enumerate(sizes):
+            inputs["a"][expert, size:] = NAN
+    out = run(problem, template, inputs)
+    for expert in (1, 3):
+        tokens = slice(ends[expert], ends[expert + 1])
+        places: dict[str, Any] = {
+            "2d3d": tokens,
+            "3d2d": (slice(None), tokens),
+            "masked": (expert, slice(sizes[expert])),
+        }
+        here = places.get(form, expert)
+        assert torch.equal(out[here], clean[here])
+        assert clean[here].isfinite().all()
+
+
+@pytest.mark.parametrize("template", GROUPED.templates)
+@pytest.mark.parametrize("form", RAGGED)
+def test_other_counts_need_no_other_kernel_and_no_host(template: str, form: Any) -> None:
+    """A captured graph is replayed with counts that it has never seen."""
+    problem = spread([100, 0, 200, 84], 256, 320, form)
+    inputs: dict[str, Any] = dict(GROUPED.inputs(problem, "cuda", 0))
+    out = GROUPED.output(problem, inputs)
+    launch = launcher(problem, template, inputs, out)
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    ends = "counts" if form == "masked" else "offs"
+    for sizes in ([0, 0, 0, 0], [1, 2, 3, 4], [0, 200, 0, 184], [96, 96, 96, 96]):
+        counts = torch.tensor(sizes, dtype=torch.int32, device="cuda")
+        inputs[ends].copy_(counts if form == "masked" else counts.cumsum(0, dtype=torch.int32))
+        out.fill_(NAN)
+        graph.replay()
+        torch.cuda.synchronize()
+        reference = GROUPED.reference(problem, inputs)
+        assert torch.equal(out.isnan(), reference.isnan())
+        if reference.nan_to_num().norm() > 0:
+            assert accuracy.error(out, reference).norm < 5e-3
+        else:
+            assert not out.nan_to_num().any()
+
+
+@pytest.mark.parametrize("template", GROUPED.templates)
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_around_the_result_is_written(template: str, form: Any) -> None:
+    problem = spread([96] * 3 if form == "3d3d" else [100, 0, 37], 264, 320, form)
+    inputs: dict[str, Any] = dict(GROUPED.inputs(problem, "cuda", 0))
+    expected = run(problem, template, inputs)
+    shape = problem.shapes["c"]
+    room = torch.full((*(size + 2 for size in shape[:-1]), shape[-1] + 16), 7.0, dtype=torch.bfloat16, device="cuda")
+    inside = (*(slice(1, 1 + size) for size in shape[:-1]), slice(8, 8 + shape[-1]))
+    room[inside] = NAN
+    launcher(problem, template, inputs, room[inside])()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(room[inside], expected, rtol=0, atol=0, equal_nan=True)
+    room[inside] = 7.0
+    assert torch.equal(room, torch.full_like(room, 7.0))
+
+
+@pytest.mark.parametrize("template", GROUPED.templates)
+@pytest.mark.parametrize("form", FORMS[:4])
+def test_the_drop_in_and_its_gradients(template: str, form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of three products is a kernel's, and as near to float64 as torch's own."""
+    asked = []
+
+    def get_kernel(operator: str, problem: GroupedGemmProblem) -> runtime.Kernel:
+        asked.append(problem.form)
+        gpu = devices.detect()
+        assert gpu is not None
+        # Not every gradient's layout is for TMA.
+        config = [*favourite(problem, gpu, template), *favourite(problem, gpu, GROUPED.templates[-1])][0]
+        return runtime.Kernel(problem, runtime.Choice("default", config), gpu)
+
+    monkeypatch.setattr(functional_grouped, "get_kernel", get_kernel)
+    runtime.forget()
+    problem = spread([128] * 3 if form == "3d3d" else [200, 0, 184], 256, 320, form)
+    inputs = GROUPED.inputs(problem, "cuda", 0)
+    a, b = (inputs[name].requires_grad_() for name in ("a", "b"))
+    weights = torch.randn(problem.shapes["c"], device="cuda").bfloat16()
+    out = functional.grouped_mm(a, b, offs=inputs.get("offs"))
+    found = (out, *torch.autograd.grad(out, (a, b), weights))
+    runtime.forget()
+    a, b = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
+    starts = [0, *accumulate(drawn_sizes(problem))]
+    exact = torch.zeros(problem.shapes["c"], dtype=torch.float64, device="cuda")
+    for expert in range(problem.E):
+        own = slice(starts[expert], starts[expert + 1])
+        if form == "2d3d":
+            exact[own] = a[own] @ b[expert]
+        elif form == "3d2d":
+            exact[:, own] = a[expert] @ b[:, own]
+        else:
+            exact[expert] = a[:, own] @ b[own] if form == "2d2d" else a[expert] @ b[expert]
+    expected = (exact, *torch.autograd.grad(exact, (a, b), weights.double()))
+    for one, other in zip(found, expected, strict=True):
+        assert accuracy.error(one, other.detach()).norm < 5e-3
+    assert len(asked) == 3

@@ -1,0 +1,70 @@
+"""The overhead benchmark, as far as it runs without a card: its parts are those of a call, its numbers are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import overhead
+from tlxgen import devices, functional, ops, plans, runtime
+from tlxgen.devices import target
+
+H200 = target("h200")
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[None]:
+    """A card without memory whose launches do nothing."""
+    launcher = SimpleNamespace(slim=True)
+
+    def launch(*_: object) -> SimpleNamespace:
+        class Launcher(SimpleNamespace):
+            def __call__(self, *_: object) -> None:
+                pass
+
+        return Launcher(**vars(launcher))
+
+    monkeypatch.setattr(plans, "Launcher", launch)
+    monkeypatch.setattr(plans, "on_device", lambda _: nullcontext())
+    monkeypatch.setattr(plans, "is_capturing", lambda: False)
+    monkeypatch.setattr(plans, "_raw_stream", lambda _: 0)
+    for name, value in {"current_device": 0, "set_device": None, "synchronize": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(runtime, "_refuse_other_devices", lambda *_: None)
+    monkeypatch.setattr(runtime, "_current_device", lambda: 0)
+    monkeypatch.setattr(devices, "detect", lambda _=None: H200)
+    for name in ("gemm", "attention"):
+        operator = ops.get(name)
+        inputs = operator.inputs
+        monkeypatch.setattr(operator, "inputs", lambda problem, _, seed, inputs=inputs: inputs(problem, "meta", seed))
+    monkeypatch.setattr(functional, "attention", lambda *_, **__: None)  # which has no autocast for meta tensors
+    monkeypatch.setattr(overhead, "CALLS", 2)
+    monkeypatch.setattr(overhead, "ROUNDS", 2)
+    monkeypatch.setattr(overhead, "NEW_LENGTHS", 2)
+    runtime.forget()
+    yield
+    runtime.forget()
+
+
+def test_every_part_of_a_call_is_timed_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = {"torch": "none", "driver": "none", "cuda": "none"}
+    monkeypatch.setattr(overhead, "Setup", lambda *_, **__: lambda: SimpleNamespace(gpu=H200, versions=versions))
+    monkeypatch.setattr("sys.argv", ["overhead", "-o", str(tmp_path)])
+    overhead.main()
+    (path,) = tmp_path.glob("*-overhead-h200.json")
+    assert str(path) in capsys.readouterr().out
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    assert [row["op"] for row in rows] == ["gemm", "attention", "attention"]
+    for row in rows:
+        assert {"check", "output", "plan", "arguments", "dispatch", "call", "torch"} <= set(row["host_us"])
+        assert all(us > 0 for us in [*row["host_us"].values(), row["new_length_us"]])
+        assert row["binaries"] >= 1

@@ -1,0 +1,7 @@
+"""Kernels to take away: a package of emitted files with a table, a small dispatcher, and torch behind it."""
+
+from __future__ import annotations
+
+from tlxgen.export.package import write_package
+
+__all__ = ["write_package"]

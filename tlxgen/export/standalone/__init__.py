@@ -1,0 +1,12 @@
+"""Kernels for the problems of `manifest.json`, and torch for all others. Needs torch, and triton where kernels run.
+
+The functions take tensors of any device, strides and sizes, and compute with torch what no kernel of this package is
+for: other problems, other GPUs, gradients, tensors that lie otherwise in memory. `explain` tells which.
+"""
+
+from .attention import attention
+from .dispatch import entries, explain
+from .gemm import gemm
+from .vector_add import vector_add
+
+__all__ = ["attention", "entries", "explain", "gemm", "vector_add"]

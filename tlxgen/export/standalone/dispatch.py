@@ -1,0 +1,140 @@
+"""From a call to the kernel that serves it: the table, what must hold before a launch, and torch otherwise."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16  # bytes: what TMA asks of base addresses and of strides
+_LOCK = threading.Lock()
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+#: Modules that could not be imported or launched, each with the reason; they are not tried again.
+_BROKEN: dict[str, str] = {}
+
+
+@lru_cache(maxsize=1)
+def manifest() -> dict[str, Any]:
+    """What `manifest.json` says."""
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "manifest.json").read_text(encoding="utf-8"))
+    if found["format"] != 1:
+        raise ImportError(f"manifest.json has format {found['format']}; this package reads format 1")
+    return found
+
+
+def entries() -> list[dict[str, Any]]:
+    """What there is a kernel for: the table's lines."""
+    return list(manifest()["entries"])
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, dict[str, Any]]:
+    return {_key(entry["operator"], entry["problem"]): entry for entry in entries()}
+
+
+def _key(operator: str, problem: Mapping[str, Any]) -> str:
+    return json.dumps([operator, problem], sort_keys=True)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As problems name it; torch's own name where no problem has it."""
+    return _NAMES.get(dtype, str(dtype))
+
+
+def explain(operator: str, problem: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> str:
+    """Which kernel serves a problem, or why torch does.
+
+    Args:
+        operator: `gemm`, `attention` or `vector_add`.
+        problem: its fields, as in the manifest.
+        tensors: of a call, whose device and gradients matter too.
+    """
+    entry = _table().get(_key(operator, problem))
+    if entry is None:
+        return "torch: no kernel of this package is for the problem"
+    reason = _why_not(entry, tensors)
+    return f"torch: {reason}" if reason else f"kernels/{entry['module']}.py: {entry['config']['template']}"
+
+
+def run(
+    operator: str,
+    problem: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    *,
+    fits: Callable[[], bool],
+    otherwise: Callable[[], Any],
+) -> Any:
+    """The kernel's result, or `otherwise()`.
+
+    Args:
+        operator: of the table.
+        problem: of the table.
+        tensors: what the kernel's `launch` takes.
+        fits: whether the tensors lie as the kernel wants them.
+        otherwise: the same through torch.
+    """
+    entry = _table().get(_key(operator, problem))
+    present = [value for value in tensors.values() if isinstance(value, Tensor)]
+    if entry is None or _why_not(entry, present) or not fits():
+        return otherwise()
+    module = _load(entry)
+    if module is None:
+        return otherwise()
+    try:
+        with torch.cuda.device(present[0].device):
+            return module.launch(**tensors)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a compiler may raise anything, and torch is there
+        _give_up(entry, error)
+        return otherwise()
+
+
+def _why_not(entry: Mapping[str, Any], tensors: Sequence[Tensor]) -> str | None:
+    """Why a kernel of the table cannot serve such tensors here, or None."""
+    if entry["module"] in _BROKEN:
+        return _BROKEN[entry["module"]]
+    device = tensors[0].device if tensors else torch.device("cuda")
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip:
+        return f"tensors are on {device.type}" if tensors else "no CUDA GPU here"
+    if any(tensor.device != device for tensor in tensors):
+        return "tensors are on several devices"
+    if torch.cuda.get_device_capability(device) != tuple(manifest()["capability"]):
+        return "the kernels are for another compute capability"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "gradients are recorded"
+    return None
+
+
+def _load(entry: Mapping[str, Any]) -> Any | None:
+    with _LOCK:
+        try:
+            return importlib.import_module(f".kernels.{entry['module']}", __package__)
+        except Exception as error:  # noqa: BLE001 - such as a triton without TLX; torch is there
+            _give_up(entry, error)
+            return None
+
+
+def _give_up(entry: Mapping[str, Any], error: Exception) -> None:
+    _BROKEN[entry["module"]] = f"{type(error).__name__}: {error}"
+    warnings.warn(f"{entry['label']}: torch computes, since {_BROKEN[entry['module']]}", stacklevel=4)
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether the last dimension is contiguous, and base address and other strides are what TMA takes."""
+    size = tensor.element_size()
+    strides = tensor.stride()
+    return (
+        strides[-1] == 1
+        and tensor.data_ptr() % _ALIGNMENT == 0
+        and all(stride > 0 and stride * size % _ALIGNMENT == 0 for stride in strides[:-1])
+    )

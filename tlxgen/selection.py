@@ -1,0 +1,191 @@
+"""Which config serves a problem: down a list until one applies, with an account of what was passed over.
+
+The pin, the tuned row, the nearest measured row, the templates' default (the analytic model's favourite), plain Triton,
+torch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from tlxgen import misses, ops, toolchain
+from tlxgen.candidates import default_config, vanilla_config
+from tlxgen.config import Config
+from tlxgen.devices import Gpu
+from tlxgen.errors import CacheError, InvalidConfigError
+from tlxgen.keys import tuning_key
+from tlxgen.nearest import Neighbourhood
+from tlxgen.pinning import Pin
+from tlxgen.problem import Problem
+from tlxgen.record import TunedRecord
+
+#: `pinned`: the user's own; `tuned` and `predicted`: a row of the database; `nearest`: the row of a similar problem;
+#: `default`: the model's favourite; `vanilla`: plain Triton.
+Origin = Literal["pinned", "tuned", "predicted", "nearest", "default", "vanilla", "torch"]
+
+HOPPER = (9, 0)
+
+
+class FallbackWarning(UserWarning):
+    """A kernel comes from further down the list than the tuned row; said once for each class of sizes."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs, and the account of what was passed over, best first.
+
+    Attributes:
+        origin: where the config comes from.
+        config: None where torch computes.
+        passed_over: why the better choices did not apply.
+        note: about the choice itself, such as the problem that a neighbour was tuned for.
+    """
+
+    origin: Origin
+    config: Config | None
+    passed_over: tuple[str, ...] = ()
+    note: str = ""
+
+    def explain(self) -> str:
+        """In one line."""
+        note = f" ({self.note})" if self.note else ""
+        chosen = [f"{self.origin}: {self.config.short}{note}"] if self.config else []
+        return "; ".join([*self.passed_over, *chosen])
+
+
+def select(problem: Problem, gpu: Gpu | None, *, note_miss: bool = True, pin: Pin | None = None) -> Choice:
+    """Goes down the list of choices; with `note_miss` a missing row is noted for `tlxgen tune --untuned`.
+
+    Raises:
+        InvalidConfigError: a pin that is meant for this very problem is not legal for it on this GPU.
+    """
+    if problem.empty:
+        return Choice("torch", None, ("a size is zero: nothing to launch",))
+    if gpu is None:
+        return Choice("torch", None, ("no CUDA GPU here: torch computes",))
+    passed_over: list[str] = []
+    if pin is not None:
+        reason = _why_not_pinned(problem, gpu, pin)
+        if reason is None:
+            return Choice("pinned", pin.config, note=f"by {pin.by}")
+        passed_over.append(f"the config pinned by {pin.by} is not used: {reason}")
+    choice = _on_hopper(problem, gpu, passed_over, note_miss=note_miss)
+    return choice or _anywhere(problem, gpu, passed_over)
+
+
+def _anywhere(problem: Problem, gpu: Gpu, passed_over: list[str]) -> Choice:
+    """Plain Triton, or torch."""
+    if not ops.get(problem.operator).proven:
+        passed_over.append(f"{problem.operator} kernels are new: those that were tuned here are used, nothing else")
+        return Choice("torch", None, tuple(passed_over))
+    config = vanilla_config(problem, gpu)
+    if config is not None and has_triton():
+        return Choice("vanilla", config, tuple(passed_over))
+    return Choice("torch", None, (*passed_over, "no plain Triton kernel either: torch computes"))
+
+
+def _why_not_pinned(problem: Problem, gpu: Gpu, pin: Pin) -> str | None:
+    from tlxgen import space
+
+    operator = ops.get(problem.operator)
+    if pin.config.template != operator.templates[-1] and (reason := _why_no_tlx(gpu)):
+        reason = f"{pin.config.template} needs TLX on Hopper: {reason}"
+    else:
+        reason = space.why_illegal(operator, problem, pin.config, gpu)
+    if reason is not None and pin.binding:
+        raise InvalidConfigError(f"{problem.label}: {reason}")
+    return reason
+
+
+def _why_no_tlx(gpu: Gpu) -> str | None:
+    """Why TLX kernels cannot run, or None."""
+    if gpu.capability != HOPPER:
+        return f"compute capability {gpu.capability[0]}.{gpu.capability[1]} is not Hopper's 9.0"
+    return None if toolchain.has_tlx() else "the installed triton has no TLX (see `tlxgen doctor`)"
+
+
+def _on_hopper(problem: Problem, gpu: Gpu, passed_over: list[str], *, note_miss: bool) -> Choice | None:
+    """A stored row, a neighbour's or the default; None, with the reasons added, where none applies."""
+    reason = _why_no_tlx(gpu)
+    if reason is not None:
+        passed_over.append(reason)
+        return None
+    proven = ops.get(problem.operator).proven
+    record, reason = _stored(problem, gpu, note_miss=note_miss)
+    if record is not None and (proven or record.origin == "measured"):
+        return Choice("tuned" if record.origin == "measured" else "predicted", record.config, tuple(passed_over))
+    passed_over.append(reason if record is None else f"the row of {problem.label} was predicted, not measured")
+    if not proven:
+        return None
+    default = default_config(problem, gpu)
+    rows, compiler = neighbourhood(problem.operator), toolchain.toolchain()
+    neighbour, reason = rows.nearest(problem, gpu, compiler, default)
+    if neighbour is not None:
+        note = f"tuned for {neighbour.problem.label}, {neighbour.distance:.2f} octaves away"
+        return Choice("nearest", neighbour.record.config, tuple(passed_over), note)
+    passed_over += [told for told in (rows.elsewhere(problem, gpu, compiler), reason) if told]
+    return Choice("default", default, tuple(passed_over)) if default is not None else None
+
+
+def _stored(problem: Problem, gpu: Gpu, *, note_miss: bool) -> tuple[TunedRecord | None, str]:
+    """The stored row if it may be served, or why not."""
+    from tlxgen import space
+    from tlxgen.staleness import why_other_code
+
+    rows = store()
+    key = tuning_key(problem, gpu.key)
+    record = rows.get(key)
+    if record is None:
+        noted = misses.to_note(problem) if note_miss else None
+        if noted is not None:
+            rows.note_untuned(tuning_key(noted, gpu.key))
+        return None, f"no tuned row for {problem.label} on {gpu.slug} ({gpu.sm_count} SMs), {key.toolchain}"
+    reason = space.why_illegal(ops.get(problem.operator), problem, record.config, gpu)
+    if reason is not None:
+        rows.mark_bad(key, reason)
+    else:
+        reason = why_other_code(record)  # a miss, not a defect: another version of tlxgen may share the database
+        if reason is None:
+            return record, ""
+    return None, f"the tuned row cannot be served: {reason}"
+
+
+@cache
+def store() -> Any:
+    """The database, with the rows that come with tlxgen; opened once."""
+    from tlxgen.shipped import import_shipped
+    from tlxgen.store import Store
+
+    opened = Store.open()
+    try:
+        import_shipped(opened)
+    except CacheError as error:
+        warnings.warn(f"shipped configs could not be imported: {error}", FallbackWarning, stacklevel=2)
+    return opened
+
+
+@cache
+def neighbourhood(operator: str) -> Neighbourhood:
+    """The rows of an operator, read once."""
+    try:
+        return Neighbourhood(operator, store().records(operator))
+    except CacheError as error:  # never on the way to a kernel
+        warnings.warn(f"tuned rows of {operator} cannot be read: {error}", FallbackWarning, stacklevel=2)
+        return Neighbourhood(operator, ())
+
+
+def forget() -> None:
+    """Opens the database anew at the next choice."""
+    store.cache_clear()
+    neighbourhood.cache_clear()
+    misses.forget()
+
+
+def has_triton() -> bool:
+    """Whether there is any triton."""
+    from importlib.util import find_spec
+
+    return find_spec("triton") is not None
