@@ -169,12 +169,20 @@ def test_an_unknown_policy_is_bad_input(tmp_path: Path) -> None:
     assert run("import", tmp_path / "rows.jsonl", "--policy", "best").code == 2
 
 
-def test_import_takes_all_lines_or_none(tmp_path: Path) -> None:
-    dump([a_record()], tmp_path / "rows.jsonl")
-    with (tmp_path / "rows.jsonl").open("a") as file:
-        file.write("{}\n")
-    assert "line 2" in str(refused("import", tmp_path / "rows.jsonl"))
-    assert kept() == []
+def test_import_refuses_bad_lines_one_by_one_and_takes_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    dump([a_record()], file)
+    good = file.read_text()
+    steering = good.replace("gemm_tma", "gemm\\u001b[2J")
+    file.write_text("{}\n" + good + steering + "nonsense\n")
+    result = run("import", file)
+    assert result.code == 1
+    assert "1 of 1 rows" in result.out
+    assert "3 lines refused" in result.out
+    told = result.err.splitlines()
+    assert [line.split(" is refused: ")[0] for line in told] == [f"{file}, line {n}" for n in (1, 3, 4)]
+    assert all(map(str.isprintable, told))
+    assert kept() == [a_record()]
     assert refused("import", tmp_path / "missing.jsonl").exit_code == 2
 
 

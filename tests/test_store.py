@@ -85,7 +85,7 @@ def opened_with_one_warning(path: Path | None = None) -> tuple[Store, str]:
 
 # Round trips.
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+texts = st.text(st.just(" ") | st.characters(exclude_categories=["C", "Z"]), max_size=12)  # what records take
 positive = st.floats(min_value=1e-300, max_value=1e299)
 not_negative = st.floats(min_value=0, max_value=1e299)
 integers = st.integers(min_value=1, max_value=2**63 - 1)

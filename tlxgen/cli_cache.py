@@ -110,7 +110,7 @@ def import_file(
     file: Annotated[Path, typer.Argument(help="JSON-lines file that `tlxgen cache export` wrote.")],
     policy: PolicyOption = PolicyName.faster,
 ) -> None:
-    """Take over tuned configs from a file; all of its lines or, if one is bad, none."""
+    """Take over tuned configs from a file. Bad lines are refused one by one; status 1 if there were any."""
     _merge([file], policy)
 
 
@@ -119,7 +119,7 @@ def merge(
     files: Annotated[list[Path], typer.Argument(help="Databases or JSON-lines files.")],
     policy: PolicyOption = PolicyName.faster,
 ) -> None:
-    """Take over tuned configs from other databases; all of them or, if a file is bad, none."""
+    """Take over tuned configs from other databases and files. Bad lines are refused one by one, with status 1."""
     _merge(files, policy)
 
 
@@ -199,23 +199,36 @@ def _writing() -> Store:
 
 
 def _merge(files: Iterable[Path], policy: PolicyName) -> None:
-    records = [record for file in files for record in _rows_of(file)]
+    found = [_rows_of(file) for file in files]
+    records = [record for rows, _ in found for record in rows]
     with _writing() as store:
         stored = store.merge(records, policy.value, source="user")
-    typer.echo(f"{stored} of {len(records)} rows taken over into {store.location} (policy {policy.value})")
+    refused = [reason for _, reasons in found for reason in reasons]
+    for reason in refused:
+        _remark(reason)
+    told = f"{stored} of {len(records)} rows taken over into {store.location} (policy {policy.value})"
+    typer.echo(f"{told}; {len(refused)} lines refused" if refused else told)
+    if refused:
+        raise typer.Exit(1)
 
 
-def _rows_of(file: Path) -> list[TunedRecord]:
-    """The rows of a database or a JSON-lines file, told apart by content: either may have any name."""
+def _rows_of(file: Path) -> tuple[list[TunedRecord], list[str]]:
+    """The rows of a database or a JSON-lines file, told apart by content: either may have any name.
+
+    Returns:
+        The rows, and of each line that holds none its number and why.
+    """
     try:
         with file.open("rb") as stream:
             is_database = stream.read(len(_SQLITE_MAGIC)) == _SQLITE_MAGIC
     except OSError as error:
         raise CacheInputError(f"{file} cannot be read: {error.strerror}; name a database or an export") from error
     if not is_database:
-        return shipped.load(file)
+        lines = shipped.lines(file)
+        reasons = [f"{file}, line {number} is refused: {row}" for number, row in lines if isinstance(row, str)]
+        return [row for _, row in lines if not isinstance(row, str)], reasons
     with Store.snapshot(file) as other:
-        return other.records()
+        return other.records(), []
 
 
 def _stale(records: Iterable[TunedRecord]) -> list[tuple[TunedRecord, str]]:

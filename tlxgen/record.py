@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveFloat, model_validator
 
 from tlxgen.config import Config
 
@@ -69,10 +70,31 @@ class TunedRecord(BaseModel):
     trials: int = Field(default=0, ge=0)
     created: datetime = Field(default_factory=lambda: datetime.now(timezone.utc).replace(microsecond=0))
 
+    @model_validator(mode="after")
+    def _printable(self) -> TunedRecord:
+        """Rows come from strangers, and are listed on terminals, which other characters would steer."""
+        for text in _texts(self.model_dump()):
+            if not text.isprintable():
+                raise ValueError(f"{text[:80]!r} holds characters that cannot be printed")
+        return self
+
     @property
     def ratio(self) -> float | None:
         """Peer time over kernel time: above 1, the kernel is faster."""
         return None if self.peer_us is None else self.peer_us / self.time_us
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in nested dicts, lists and tuples, names among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield from _texts(name)
+            yield from _texts(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part)
 
 
 TrialStatus = Literal[

@@ -135,7 +135,12 @@ def _parsed(line: bytes) -> TunedRecord | str:
     try:
         return TunedRecord.model_validate_json(line)
     except ValueError as error:
-        return " ".join(str(error).split())[:300]
+        return "".join(map(_visible, " ".join(str(error).split())[:300]))
+
+
+def _visible(character: str) -> str:
+    """So that what a stranger's file holds steers no terminal."""
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 def _line(record: TunedRecord) -> str:
