@@ -144,6 +144,62 @@ def test_gradients_are_those_of_the_products(form: str, served: Served) -> None:
     assert [problem.form for problem in served.launched] == [form, *others[form]]
 
 
+class TestGatedMm:
+    @pytest.mark.parametrize("activation", ["silu", "gelu"])
+    def test_is_one_kernel(self, activation: Any, served: Served) -> None:
+        a, b, offs = operands("2d3d")
+        assert offs is not None
+        out = functional_grouped.gated_mm(a, b, offs=offs, activation=activation)
+        gate, up = theirs(a.float(), b.float(), offs=offs).chunk(2, 1)
+        expected = getattr(torch.nn.functional, activation)(gate) * up
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+        (problem,) = served.launched
+        assert (problem.epilogue, problem.N, out.shape) == (
+            {"silu": "swiglu", "gelu": "geglu"}[activation],
+            N,
+            (ROWS, N // 2),
+        )
+        grouped_mm(a, b, offs=offs)  # of the same tensors, and another kernel
+        assert served.launched[1].epilogue == "none"
+
+    @pytest.mark.parametrize("origin", ["tuned", "vanilla"])
+    def test_gathers_rows_in_the_kernel_unless_that_is_plain_triton(self, origin: str, served: Served) -> None:
+        served.origin = origin
+        tokens, b, offs = operands("2d3d")
+        assert offs is not None
+        rows = torch.randint(7, (ROWS,), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+        out = functional_grouped.gated_mm(tokens[:7], b, offs=offs, activation="silu", rows=rows)
+        gate, up = theirs(tokens[rows].float(), b.float(), offs=offs).chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+        (problem,) = served.launched
+        assert (problem.form, problem.ROWS, problem.epilogue) == (
+            "2d3d" if origin == "vanilla" else "gather",
+            ROWS,
+            "swiglu",
+        )
+
+    def test_with_gradients_is_a_product_and_torchs_activation(self, served: Served) -> None:
+        a, b, offs = operands("2d3d")
+        assert offs is not None
+        a.requires_grad_()
+        functional_grouped.gated_mm(a, b, offs=offs, activation="silu").sum().backward()  # type: ignore[no-untyped-call]
+        assert a.grad is not None
+        assert [(problem.form, problem.epilogue) for problem in served.launched] == [("2d3d", "none")] * 2
+        with torch.no_grad():
+            functional_grouped.gated_mm(a, b, offs=offs, activation="silu")
+        assert served.launched[2].epilogue == "swiglu"
+
+    def test_goes_to_torch_where_nothing_better_is_known(self, served: Served) -> None:
+        served.origin = "torch"
+        a, b, offs = operands("2d3d")
+        assert offs is not None
+        gate, up = theirs(a, b, offs=offs).chunk(2, 1)
+        out = functional_grouped.gated_mm(a, b, offs=offs, activation="silu")
+        assert torch.equal(out, torch.nn.functional.silu(gate) * up)
+        assert not served.launched
+
+
 def test_an_expanded_gradient_is_no_trouble(served: Served) -> None:
     a, b, offs = operands("2d3d")
     a.requires_grad_()

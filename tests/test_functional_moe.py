@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from tlxgen import functional
+from tlxgen import functional, functional_grouped, functional_moe
 from tlxgen.errors import InvalidProblemError
 
 fused_moe: Callable[..., Tensor] = functional.fused_moe
@@ -55,6 +55,27 @@ def test_is_the_sum_over_each_tokens_experts(activation: str, dtype: torch.dtype
     out = fused_moe(**given, activation=activation)
     assert (out.shape, out.dtype) == ((T, K), dtype)
     assert far(out, token_by_token(**given, activation=activation)) < 1e-2
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_the_first_product_takes_tokens_where_they_are_and_the_activation(
+    activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the gradient of tokens is wanted, which must be kept from what is past the last expert."""
+    asked = []
+
+    def noted(a: Tensor, b: Tensor, **named: Any) -> Tensor:
+        asked.append((a.shape, b.stride(), named["activation"], named["rows"].dtype if "rows" in named else None))
+        return gated_mm(a, b, **named)
+
+    gated_mm = functional_grouped.gated_mm
+    monkeypatch.setattr(functional_moe, "gated_mm", noted)
+    given = operands()
+    fused_moe(**given, activation=activation)
+    given["x"].requires_grad_()
+    fused_moe(**given, activation=activation)
+    lie = (2 * I * K, 1, K)
+    assert asked == [((T, K), lie, activation, torch.int32), ((T * TOP, K), lie, activation, None)]
 
 
 def test_experts_without_tokens_and_tokens_without_experts() -> None:

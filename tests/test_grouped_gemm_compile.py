@@ -30,6 +30,9 @@ PROBLEMS: list[tuple[GroupedGemmProblem, int]] = [
     (GROUPED.problem(SHAPE, form="2d2d"), 1),
     (GROUPED.problem(SHAPE, form="3d3d", epilogue="relu"), 0),
     (GROUPED.problem(SHAPE, form="masked", max_rows=1024), 0),
+    (GROUPED.problem(SHAPE, layout="nt", epilogue="bias+swiglu"), 1),
+    (GROUPED.problem(SHAPE, form="gather", layout="nt", epilogue="swiglu"), 1),
+    (GROUPED.problem((64, 16384, 2044, 4096), form="masked", max_rows=1024, layout="nt", epilogue="bias+geglu"), 0),
 ]
 
 

@@ -20,6 +20,7 @@ from tlxgen.config import Config
 from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError, LaunchError
 from tlxgen.ops.grouped_gemm_problem import EPILOGUES, GroupedGemmProblem, drawn_sizes
+from tlxgen.selection import select
 from tlxgen.simulator import meanings
 from tlxgen.simulator.check import check
 from tlxgen.simulator.machine import Machine
@@ -47,6 +48,12 @@ def spread(sizes: Sequence[int], n: int, k: int, form: Any = "2d3d", **options: 
     return problem((len(sizes), sum(sizes), n, k), form=form, **options)
 
 
+def takes(form: str, epilogue: str) -> bool:
+    """Whether the form has the epilogue."""
+    gated = epilogue.endswith("glu")
+    return form in ("2d3d", "masked") if gated else form != "3d2d" or "bias" not in epilogue
+
+
 class TestProblem:
     def test_defaults_follow_the_form(self) -> None:
         assert (problem((8, 64, 16, 32)).layout, problem((8, 64, 16, 32)).group_sizes) == ("nn", "dirichlet")
@@ -68,6 +75,8 @@ class TestProblem:
             ((8, 64, 16, 32), {"epilogue": "residual"}, "use one of none, bias"),
             ((8, 64, 16, 32), {"epilogue": "relu+bias"}, "use one of none, bias"),
             ((8, 64, 16, 32), {"epilogue": "bias", "form": "3d2d"}, "takes no bias"),
+            ((8, 64, 16, 32), {"epilogue": "swiglu", "form": "3d3d"}, "for forms 2d3d, masked, gather, not 3d3d"),
+            ((8, 64, 17, 32), {"epilogue": "bias+geglu"}, "N = 17: .* N must be even"),
             ((8, 64, 16, 32), {"form": "masked", "max_rows": 7}, "ROWS = 64 exceeds E x max_rows = 8 x 7"),
             ((8, 64, 16, 32), {"max_rows": 64}, "max_rows = 64 is for form masked"),
             ((8, 63, 16, 32), {"form": "3d3d"}, "ROWS = 63 is no multiple of E = 8"),
@@ -116,7 +125,7 @@ class TestProblem:
             sizes = ",".join(["0"] * (e - 1) + [str(rows)])
         options = {
             "group_sizes": None if form == "3d3d" else sizes,
-            "epilogue": "none" if form == "3d2d" and "bias" in epilogue else epilogue,
+            "epilogue": epilogue if takes(form, epilogue) and n % 2 == 0 else "none",
             "max_rows": rows + spare if form == "masked" else None,
         }
         made = problem((e, rows, n, k), form=form, layout=layout, dtype=dtype, out_dtype=out, **options)
@@ -157,6 +166,12 @@ class TestCounts:
         made = spread([3, 0, 7], 5, 11, "2d2d", out_dtype="fp32")
         assert GROUPED.bytes_moved(made) == 2 * (10 * 11 + 10 * 5) + 4 * 3 * 5 * 11
 
+    def test_of_a_gated_activation_are_those_of_the_whole_product_and_of_half_the_result(self) -> None:
+        made = spread([3, 0, 7], 6, 11, epilogue="swiglu")
+        assert (made.shapes["b"], made.shapes["c"]) == ((3, 11, 6), (10, 3))
+        assert GROUPED.flops(made) == 2 * 10 * 6 * 11
+        assert GROUPED.bytes_moved(made) == 2 * (10 * 11 + 10 * 3 + 2 * 6 * 11)
+
 
 class TestInputs:
     @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
@@ -188,7 +203,7 @@ class TestReference:
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("epilogue", EPILOGUES)
     def test_and_the_peer_agree_within_rounding(self, form: Any, epilogue: str) -> None:
-        if form == "3d2d" and "bias" in epilogue:
+        if not takes(form, epilogue):
             return
         sizes = [20] * 3 if form == "3d3d" else [20, 0, 33, 7]
         made = spread(sizes, 24, 40, form, epilogue=epilogue, dtype="fp16", out_dtype="fp32")
@@ -234,6 +249,19 @@ class TestReference:
         assert dtypes == [(torch.bfloat16, torch.bfloat16)]
         assert GROUPED.timed_peer(made, inputs).dtype == out.dtype
 
+    @pytest.mark.parametrize(("epilogue", "activation"), [("bias+swiglu", "silu"), ("bias+geglu", "gelu")])
+    def test_of_a_gated_activation_takes_the_first_columns_for_the_gate(self, epilogue: str, activation: str) -> None:
+        made = spread([5, 0, 3], 12, 16, epilogue=epilogue)
+        inputs = GROUPED.inputs(made, "cpu", 0)
+        rows = [0] * 5 + [2] * 3
+        gate, up = (
+            torch.einsum("rk,rki->ri", inputs["a"].double(), inputs["b"].double()[rows, :, half])
+            + inputs["bias"].double()[rows, half]
+            for half in (slice(6), slice(6, 12))
+        )
+        expected = getattr(torch.nn.functional, activation)(gate) * up
+        torch.testing.assert_close(GROUPED.reference(made, inputs), expected)
+
     def test_an_expert_without_tokens_has_a_gradient_of_zero(self) -> None:
         made = spread([5, 0, 9], 8, 16, "2d2d")
         assert torch.equal(GROUPED.reference(made, GROUPED.inputs(made, "cpu", 0))[1], torch.zeros(16, 8).double())
@@ -263,7 +291,7 @@ def config(made: GroupedGemmProblem, template: str, **changes: Any) -> Config:
     if template == "grouped_gemm_tma":
         whole = made.form != "3d2d" and made.shapes["c"][-1] * GROUPED.output_like(made)[1].itemsize % 16 == 0
         params.setdefault("store", "tma" if whole else "pointers")
-        params.setdefault("epilogue_subtiles", 1 if whole else 2)
+        params.setdefault("epilogue_subtiles", 1 if whole or made.gated else 2)
     return Config(template=template, params=params)
 
 
@@ -382,6 +410,39 @@ class TestKernels:
     def test_odd_rows_of_the_result_are_stored_by_pointers(self, template: str, n: int) -> None:
         call(spread([70, 0, 3], n, 64, layout="nt", epilogue="bias+relu"), template).check()
 
+    @pytest.mark.parametrize(
+        ("form", "epilogue", "n", "changes"),
+        [
+            ("2d3d", "swiglu", 144, {}),  # half of a second tile, and C by TMA
+            ("2d3d", "bias+geglu", 136, {}),  # four columns past a tile, and C by pointers
+            ("2d3d", "bias+swiglu", 74, {"walk": "during"}),  # fewer columns than a tile, at odd places
+            ("masked", "bias+swiglu", 272, {"block_m": 128, "block_n": 256, "walk": "during"}),
+            ("masked", "geglu", 528, {"block_m": 256, "epilogue_subtiles": 2}),
+            ("2d3d", "swiglu", 2, {}),
+        ],
+    )
+    def test_a_gated_activation_never_takes_up_for_gate(
+        self, template: str, form: Any, epilogue: str, n: int, changes: dict[str, Any]
+    ) -> None:
+        """Where a tile passes the gate's last column, up's first come next in memory."""
+        changes = changes if template == "grouped_gemm_tma" else {}
+        one = call(spread([70, 0, 3, 129], n, 96, form, layout="nt", epilogue=epilogue), template, **changes)
+        out = one.check()
+        # Columns of the gate alone are NaN, so C's are, and no others.
+        one.inputs["b"][:, :, n // 2 - 1] = NAN
+        spoiled = one.run()
+        assert spoiled[..., -1].isnan().all()
+        torch.testing.assert_close(spoiled[..., :-1], out[..., :-1], rtol=0, atol=0, equal_nan=True)
+
+    @pytest.mark.parametrize("layout", ["nn", "tn", "tt"])
+    @pytest.mark.parametrize("form", ["2d3d", "masked"])
+    def test_a_gated_activation_in_other_layouts(self, template: str, form: Any, layout: str) -> None:
+        made = spread([40, 0, 88], 144, 72, form, layout=layout, max_rows=_room(form), epilogue="swiglu")
+        if template == "grouped_gemm_tma" and (form, layout) != ("masked", "tt"):
+            assert "layout" in str(space.why_illegal(GROUPED, made, config(made, template), H200))
+            return
+        call(made, template).check()
+
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("bad", [NAN, float("inf")])
     def test_an_expert_never_feels_its_neighbours(self, template: str, form: Any, bad: float) -> None:
@@ -461,14 +522,15 @@ def _own(form: str, expert: int, ends: Sequence[int], sizes: Sequence[int]) -> A
 class TestEmittedFile:
     @pytest.mark.parametrize("template", GROUPED.templates)
     @pytest.mark.parametrize("form", FORMS)
-    @pytest.mark.parametrize("epilogue", ["none", "bias+silu"])
+    @pytest.mark.parametrize("epilogue", ["none", "bias+silu", "bias+swiglu"])
     def test_checks_itself_against_torch(
         self, template: str, form: Any, epilogue: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """With torch in place of the kernel, which only a GPU runs: the check is right, and sees a wrong expert."""
-        epilogue = "silu" if form == "3d2d" and epilogue != "none" else epilogue
+        epilogue = epilogue if takes(form, epilogue) else epilogue.removeprefix("bias+").replace("swiglu", "silu")
         sizes = (9,) * 4 if form == "3d3d" else (0, 9, 1, 0, 30)
-        made = spread(sizes, 24, 40, form, epilogue=epilogue, max_rows=30 if form == "masked" else None)
+        layout = "nt" if "glu" in epilogue else None
+        made = spread(sizes, 24, 40, form, layout=layout, epilogue=epilogue, max_rows=30 if form == "masked" else None)
         source = emit(GROUPED, made, config(made, template))
         assert [line for line in source.text.splitlines() if len(line) > 140] == []
         module = loader.load(source)
@@ -491,8 +553,8 @@ class TestEmittedFile:
 
 def test_a_favourite_of_each_form_is_clean() -> None:
     """As `tlxgen check` would: under several schedules, on the small cases."""
-    for form in FORMS:
-        made = problem((64, 8192, 2048, 7168), form=form)
+    for form, options in [*((form, {}) for form in FORMS), ("2d3d", {"layout": "nt", "epilogue": "bias+swiglu"})]:
+        made = problem((64, 8192, 2048, 7168), form=form, **options)
         source = emit(GROUPED, made, candidates(made, H200)[0])
         report = check(source, 3)
         assert report.clean, "\n".join(map(str, report.findings))
@@ -551,3 +613,13 @@ class TestCall:
         assert "overlap" in str(GROUPED.launchable(made, vanilla, inputs, out[:1].expand(30, 16)))
         apart = torch.zeros(6, dtype=torch.int32)[::2]
         assert "not contiguous" in str(GROUPED.launchable(made, tma, {**inputs, "offs": apart}, out))
+
+
+class TestChoice:
+    @pytest.mark.parametrize("new", [{"form": "gather"}, {"epilogue": "swiglu"}])
+    def test_what_has_not_run_on_a_card_is_torchs_until_it_is_tuned_there(self, new: dict[str, Any]) -> None:
+        choice = select(problem((64, 8192, 2048, 4096), layout="nt", **new), H200, note_miss=False)
+        assert choice.origin == "torch"
+        assert "new" in choice.explain()
+        known = select(problem((64, 8192, 2048, 4096), layout="nt"), H200, note_miss=False)
+        assert known.config is not None

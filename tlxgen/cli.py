@@ -36,10 +36,14 @@ _DType = Annotated[str, typer.Option(help="bf16, fp16 or fp32 (through TF32).")]
 _OutDType = Annotated[str | None, typer.Option(help="Output dtype of gemm and grouped_gemm; the input's by default.")]
 _Layout = Annotated[str | None, typer.Option(help="nn, nt, tn or tt: how A and B of gemm and grouped_gemm are stored.")]
 _Epilogue = Annotated[
-    str | None, typer.Option(help="none, or parts of scale+bias+relu|gelu|silu+residual, in that order.")
+    str | None,
+    typer.Option(
+        help="none, or parts of scale+bias+relu|gelu|silu+residual, in that order; of grouped_gemm, "
+        "bias+relu|gelu|silu|swiglu|geglu."
+    ),
 ]
 _Form = Annotated[
-    str | None, typer.Option(help="Of grouped_gemm: 2d3d, 3d2d, 2d2d, 3d3d, or masked; ranks of A and B.")
+    str | None, typer.Option(help="Of grouped_gemm: 2d3d, 3d2d, 2d2d, 3d3d (ranks of A and B), masked or gather.")
 ]
 _MaxRows = Annotated[int | None, typer.Option(help="Tokens that an expert of masked grouped_gemm has room for.")]
 _GroupSizes = Annotated[

@@ -69,20 +69,37 @@ def grouped_mm(
 
 
 @untraced
-def gated_mm(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor, activation: Literal["silu", "gelu"]) -> Tensor:
-    """act(gate) · up of `grouped_mm(mat_a, mat_b, offs=offs)`, the gate in its first N / 2 columns, up in the others.
+def gated_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    *,
+    offs: Tensor,
+    activation: Literal["silu", "gelu"],
+    rows: Tensor | None = None,
+) -> Tensor:
+    """act(gate) · up of `grouped_mm(mat_a[rows], mat_b, offs=offs)`, the gate in the first N / 2 columns of that.
 
     Args:
-        mat_a: (tokens, K).
+        mat_a: (tokens, K), or (T, K) with `rows`.
         mat_b: (E, K, N).
+        rows: (tokens,), int32, contiguous: which row of mat_a each token is; None where they are in order.
         offs: (E,), int32: where each group's tokens end.
         activation: silu, or gelu by the error function.
 
     Returns:
-        (tokens, N / 2). One kernel makes it, and rounds once, where one takes the call and no gradient is wanted; else
-        it is `grouped_mm`'s result and torch's activation of that.
+        (tokens, N / 2). One kernel makes it, and rounds once, where one takes the call and no gradient is wanted: of
+        rows where they are, or of a copy of them in order if only plain Triton could gather them. Else it is
+        `grouped_mm`'s result and torch's activation of that.
     """
-    if not (torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad)) and _plain(mat_a, mat_b, offs):
+    differentiable = torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad)
+    own = not differentiable and _plain(mat_a, mat_b, offs)
+    if own and rows is not None:
+        kernel = _find(mat_a, mat_b, offs, _EPILOGUES[activation], rows)
+        if kernel is not None and kernel.origin != "vanilla":
+            return _launch(kernel, mat_a, mat_b, offs, rows)
+    if rows is not None:
+        mat_a = mat_a[rows]
+    if own:
         kernel = _find(mat_a, mat_b, offs, _EPILOGUES[activation])
         if kernel is not None:
             return _launch(kernel, mat_a, mat_b, offs)
@@ -117,22 +134,27 @@ _MOST_FOUND = 4096
 runtime.CACHES.append(_FOUND)
 
 
-def _find(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str = "none") -> Kernel | None:
+def _find(
+    a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str = "none", rows: Tensor | None = None
+) -> Kernel | None:
     """The kernel of a call, looked up the first time only."""
     ends = None if offs is None else (offs.shape, offs.stride(), offs.dtype)
-    key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, a.device, ends, epilogue, pinned("grouped_gemm"))
+    asked = (epilogue, None if rows is None else rows.shape)
+    key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, a.device, ends, asked, pinned("grouped_gemm"))
     if key not in _FOUND:
         if len(_FOUND) >= _MOST_FOUND:  # tokens that differ with every call; kernels are shared by `get_kernel`
             _FOUND.clear()
-        _FOUND[key] = _look_up(a, b, offs, epilogue)
+        _FOUND[key] = _look_up(a, b, offs, epilogue, rows)
     return _FOUND[key]
 
 
-def _look_up(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str) -> Kernel | None:
+def _look_up(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str, rows: Tensor | None) -> Kernel | None:
     layouts = [_layout(a), _layout(b)]
     fields = _fields(a, b, offs)
     if fields is None or None in layouts:
         return None
+    if rows is not None:
+        fields |= {"form": "gather", "ROWS": rows.shape[0]}
     try:
         options = {"layout": "".join(map(str, layouts)), "dtype": a.dtype, "epilogue": epilogue}
         problem = ops.get("grouped_gemm").problem(fields, **options)
@@ -176,13 +198,14 @@ def _layout(matrix: Tensor) -> str | None:
     return "t" if row == 1 and column >= max(1, rows) and column % aligned == 0 else None
 
 
-def _launch(kernel: Kernel, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+def _launch(kernel: Kernel, a: Tensor, b: Tensor, offs: Tensor | None, rows: Tensor | None = None) -> Tensor:
     """What the kernel gives, in memory as torch's."""
     *lead, columns = ops.get("grouped_gemm").output_like(kernel.problem)[0]
     elements = Hopper.TMA_ALIGNMENT // a.element_size()
     padded = -(-columns // elements) * elements
     out = a.new_empty((*lead, padded))[..., :columns]
-    return kernel(a, b, out=out) if offs is None else kernel(a, b, out=out, offs=offs)
+    named = {"offs": offs, "rows": rows}
+    return kernel(a, b, out=out, **{name: tensor for name, tensor in named.items() if tensor is not None})
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -3,8 +3,9 @@
     >>> from tlxgen import functional as F
     >>> out = F.fused_moe(x, w1, w2, topk_weights, topk_ids)  # doctest: +SKIP
 
-Only the products are kernels of tlxgen; sorting, activation and the weighted sum are torch's. Nothing waits for the
-device, so CUDA graphs may capture it, and gradients are autograd's.
+The products are kernels of tlxgen. Unless gradients are wanted, the first takes tokens where they are and has the
+activation in it. Sorting and the weighted sum are torch's. Nothing waits for the device, so CUDA graphs may capture it,
+and gradients are autograd's.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from tlxgen.errors import InvalidProblemError
-from tlxgen.functional_grouped import grouped_mm
+from tlxgen.functional_grouped import gated_mm, grouped_mm
 
 __all__ = ["fused_moe"]
 
@@ -42,7 +42,8 @@ def fused_moe(
         activation: of the gate: silu, or gelu by the error function.
 
     Returns:
-        (T, K), in the dtype of x. Products and the activation are rounded to that dtype, the sum is float32.
+        (T, K), in the dtype of x. What act(x Gₑᵀ) · (x Uₑᵀ) and the second product give is rounded to that dtype; with
+        gradients, both factors are as well. The sum is float32.
 
     Raises:
         InvalidProblemError: shapes or dtypes do not fit together, or the activation is not known.
@@ -57,11 +58,12 @@ def fused_moe(
     # Those of no expert here come last, past the last expert's end.
     ids, order = torch.where(known, topk_ids, experts).flatten().sort(stable=True)
     offs = torch.searchsorted(ids, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True).int()
-    tokens = x[order // choices]
+    rows = (order // choices).int()
     if torch.is_grad_enabled() and x.requires_grad:  # the gradient past the last end is nobody's, and says nothing
-        tokens = torch.where((ids < experts)[:, None], tokens, 0.0)
-    gate, up = grouped_mm(tokens, w1.mT, offs=offs).chunk(2, dim=1)
-    hidden = getattr(F, activation)(gate) * up
+        tokens = torch.where((ids < experts)[:, None], x[rows], 0.0)
+        hidden = gated_mm(tokens, w1.mT, offs=offs, activation=activation)
+    else:
+        hidden = gated_mm(x, w1.mT, offs=offs, activation=activation, rows=rows)
     result = grouped_mm(hidden, w2.mT, offs=offs)
     # Back in the order of the tokens, without atomics: every run gives the same bits.
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

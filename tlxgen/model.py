@@ -130,7 +130,7 @@ def grouped_gemm_us(
     Args:
         products: M, N and K of each expert.
         dtype: of the operands.
-        out_item: bytes of one element of the result.
+        out_item: bytes that are stored for one element of the product.
         config: of one of the operator's templates.
         gpu: what on.
         bytes_moved: by the roofline.

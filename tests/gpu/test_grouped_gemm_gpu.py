@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 GROUPED = ops.get("grouped_gemm")
 H200 = devices.target("h200")
 FORMS: tuple[Any, ...] = ("2d3d", "3d2d", "2d2d", "3d3d", "masked")
-RAGGED: tuple[Any, ...] = ("2d3d", "3d2d", "2d2d", "masked")
+RAGGED: tuple[Any, ...] = ("2d3d", "3d2d", "2d2d", "masked", "gather")
 NAN = float("nan")
 
 #: Tokens of experts, by what is special about them.
@@ -65,6 +65,15 @@ PROBLEMS: list[GroupedGemmProblem] = [
     GROUPED.problem((64, 1024, 1536, 512), layout="nt", epilogue="bias+silu", group_sizes="zipf"),
     GROUPED.problem((64, 1024, 1536, 512), layout="nt", form="masked", max_rows=256, epilogue="bias+gelu"),
     GROUPED.problem((16, 2000, 1004, 520), layout="nt", epilogue="bias+relu"),
+    GROUPED.problem((8, 4096, 1024, 768), epilogue="swiglu"),
+    GROUPED.problem((64, 1024, 1536, 512), layout="nt", epilogue="bias+swiglu", group_sizes="zipf"),
+    GROUPED.problem((64, 1024, 1536, 512), layout="nt", form="masked", max_rows=256, epilogue="geglu"),
+    GROUPED.problem((16, 2000, 1004, 520), layout="nt", epilogue="bias+geglu"),
+    GROUPED.problem((16, 2000, 1040, 520), layout="nt", epilogue="swiglu", out_dtype="fp32"),
+    GROUPED.problem((8, 4096, 1024, 768), form="gather"),
+    GROUPED.problem((64, 1024, 1536, 512), form="gather", layout="nt", epilogue="bias+swiglu", group_sizes="zipf"),
+    GROUPED.problem((16, 2000, 1004, 528), form="gather", layout="nt", epilogue="relu", dtype="fp16"),
+    GROUPED.problem((3, 1000, 77, 131), form="gather"),
     GROUPED.problem((3, 1000, 77, 131)),
     GROUPED.problem((4, 900, 24576, 64)),
     GROUPED.problem((1, 777, 768, 256)),
@@ -217,6 +226,39 @@ def test_other_counts_need_no_other_kernel_and_no_host(template: str, form: Any)
 
 
 @pytest.mark.parametrize("template", GROUPED.templates)
+@pytest.mark.parametrize("form", ["2d3d", "masked"])
+@pytest.mark.parametrize("n", [74, 528, 1004])
+def test_a_gated_activation_never_takes_up_for_gate(template: str, form: Any, n: int) -> None:
+    """Where a tile passes the gate's last column, up's first come next in memory."""
+    problem = spread([300, 0, 129, 3, 77], n, 512, form, layout="nt", epilogue="swiglu")
+    inputs: dict[str, Any] = dict(GROUPED.inputs(problem, "cuda", 0))
+    clean = run(problem, template, inputs)
+    reason = accuracy.why_wrong(clean, GROUPED.reference(problem, inputs), GROUPED.eager(problem, inputs))
+    assert reason is None, reason
+    inputs["b"][:, :, n // 2 - 1] = NAN  # the gate's last
+    out = run(problem, template, inputs)
+    assert out[..., -1].isnan().all()
+    torch.testing.assert_close(out[..., :-1], clean[..., :-1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("template", GROUPED.templates)
+def test_nobody_feels_rows_that_it_did_not_ask_for(template: str) -> None:
+    """Rows repeat; those of the other experts are NaN, and so is the first, which stands in past an expert's last."""
+    problem = spread([300, 129, 3, 77], 768, 512, "gather")
+    inputs: dict[str, Any] = dict(GROUPED.inputs(problem, "cuda", 0))
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(1, 200, (509,), generator=generator, dtype=torch.int32).cuda()
+    own = rows[300:429]
+    a = torch.full((200, 512), NAN, dtype=torch.bfloat16, device="cuda")
+    a[own] = torch.randn(129, 512, device="cuda").bfloat16()
+    inputs |= {"a": a, "rows": rows}
+    out = run(problem, template, inputs)[300:429]
+    exact = a[own].double() @ inputs["b"][1].double()
+    assert out.isfinite().all()
+    assert accuracy.error(out, exact).norm < 5e-3
+
+
+@pytest.mark.parametrize("template", GROUPED.templates)
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_around_the_result_is_written(template: str, form: Any) -> None:
     problem = spread([96] * 3 if form == "3d3d" else [100, 0, 37], 264, 320, form)
@@ -271,3 +313,34 @@ def test_the_drop_in_and_its_gradients(template: str, form: Any, monkeypatch: py
     for one, other in zip(found, expected, strict=True):
         assert accuracy.error(one, other.detach()).norm < 5e-3
     assert len(asked) == 3
+
+
+@pytest.mark.parametrize("template", GROUPED.templates)
+@pytest.mark.parametrize(("activation", "epilogue"), [("silu", "swiglu"), ("gelu", "geglu")])
+def test_a_layer_is_two_kernels(template: str, activation: Any, epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first product gathers tokens and has the activation in it; the layer is float64's, token by token."""
+    asked = []
+
+    def get_kernel(operator: str, problem: GroupedGemmProblem) -> runtime.Kernel:
+        asked.append((problem.form, problem.epilogue))
+        gpu = devices.detect()
+        assert gpu is not None
+        return runtime.Kernel(problem, runtime.Choice("default", favourite(problem, gpu, template)[0]), gpu)
+
+    monkeypatch.setattr(functional_grouped, "get_kernel", get_kernel)
+    runtime.forget()
+    experts, tokens, k, inner = 8, 333, 512, 264
+    x = torch.randn(tokens, k, device="cuda").bfloat16()
+    w1 = (torch.randn(experts, 2 * inner, k, device="cuda") / k**0.5).bfloat16()
+    w2 = (torch.randn(experts, k, inner, device="cuda") / inner**0.5).bfloat16()
+    weights, ids = torch.randn(tokens, experts, device="cuda").softmax(1).topk(3, 1)
+    out = functional.fused_moe(x, w1, w2, weights, ids, activation=activation)
+    runtime.forget()
+    product = torch.einsum("tk,eik->tei", x.double(), w1.double())
+    gate, up = product.chunk(2, 2)
+    hidden = getattr(torch.nn.functional, activation)(gate) * up
+    every = torch.einsum("tei,eki->tek", hidden, w2.double())
+    share = torch.zeros(tokens, experts, dtype=torch.float64, device="cuda").scatter_(1, ids, weights.double())
+    exact = (every * share[..., None]).sum(1)
+    assert accuracy.error(out, exact).norm < 1e-2
+    assert asked == [("gather", epilogue), ("2d3d", "none")]

@@ -60,8 +60,10 @@ class Operator(ABC, Generic[P]):
     problem_type: type[P]
     #: Registers that a kernel may keep in memory, in bytes a thread; more is not worth timing.
     allowed_spill_bytes: ClassVar[int] = 0
-    #: Whether its kernels have run on a GPU. Until then only a tuned row, which has passed the gate, is launched.
-    proven: ClassVar[bool] = True
+
+    def proven(self, problem: P) -> bool:
+        """Whether kernels for such problems have run on a GPU; until then only what was tuned there is launched."""
+        return True
 
     def arguments(
         self, module: ModuleType, inputs: Tensors, output: torch.Tensor, *, num_sms: int, **options: Any

@@ -34,6 +34,9 @@ _SIZES = {"2d3d": ("N", "K"), "3d2d": ("M", "K"), "2d2d": ("M", "N")}
 #: The same with a gated activation, INNER = N / 2.
 _GATED_SIZES = {"2d3d": ("INNER", "K"), "masked": ("M", "INNER", "K")}
 
+#: Registers of a thread of two consumer warp groups whose producer computes addresses: it is left with 72.
+_REGISTERS_BESIDE_GATHER = 216
+
 #: Operands that have a matrix for each expert, by form; those of the others hold the tokens of all experts.
 _OF_EXPERTS = {"2d3d": "b", "3d2d": "a", "2d2d": "c"}
 
@@ -47,6 +50,10 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
     inputs_in_order = ("a", "b")
     output_name = "c"
     problem_type = GroupedGemmProblem
+
+    def proven(self, problem: GroupedGemmProblem) -> bool:
+        """See `Operator.proven`: all but what gathers rows or multiplies by a gate."""
+        return problem.form != "gather" and not problem.gated
 
     def problem(
         self, shape: GroupedGemmProblem | Sequence[int] | Mapping[str, Any], **options: Any
@@ -85,7 +92,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
             return Resources(shared + _COMPILER_STATE, 0, threads, p["block_m"] * p["block_n"] // threads)
         consumers = _consumers(p)
         rows, columns = p["block_m"] // consumers, _columns(problem, p) // p["epilogue_subtiles"]
-        bias = 4 * columns * (1 + problem.gated) if "bias" in problem.epilogue_parts else 0
+        bias = 4 * columns if "bias" in problem.epilogue_parts else 0
         staging = consumers * rows * columns * out_item  # with pointers, where a tile changes its layout
         barriers = 2 * p["num_stages"]
         return Resources(
@@ -97,9 +104,10 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
 
     def template_context(self, problem: GroupedGemmProblem, config: Config) -> dict[str, Any]:
         """See `Operator.template_context`."""
-        form, parts = problem.form, problem.epilogue_parts
+        form, parts = problem.gathered, problem.epilogue_parts
         activation = next((GATED.get(part, part) for part in parts if part in (*ACTIVATIONS, *GATED)), "none")
-        product = "A[e] @ B[e]" + (" + bias[e]" if "bias" in parts else "")
+        product = "A[rows][e] @ B[e]" if problem.form == "gather" else "A[e] @ B[e]"
+        product += " + bias[e]" if "bias" in parts else ""
         formula = f"{activation}(gate) * up, gate and up the halves of {product}," if problem.gated else product
         if activation != "none" and not problem.gated:
             formula = f"{activation}({product})"
@@ -109,6 +117,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
             "shapes": _shape_names(problem),
             "formula": formula,
             "gated": problem.gated,
+            "gather": problem.form == "gather",
             "has_bias": "bias" in parts,
             "has_scale": False,
             "has_residual": False,
@@ -163,12 +172,13 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
         item, out_item = ITEM_BYTES[problem.dtype], ITEM_BYTES[problem.out_dtype]
         tokens_out, weights_item = (item, out_item) if problem.form == "2d2d" else (out_item, item)
         tokens = problem.ROWS * (problem.K * item + columns * tokens_out)
+        tokens += 4 * problem.ROWS if problem.form == "gather" else 0  # which rows they are
         return float(tokens + weights * problem.K * problem.N * weights_item)
 
     def predict_us(self, problem: GroupedGemmProblem, config: Config, gpu: Gpu) -> float:
         """See `tlxgen.model.grouped_gemm_us`: with tokens spread as for tuning."""
         products = [problem.product(size) for size in drawn_sizes(problem)]
-        out_item = ITEM_BYTES[problem.out_dtype]
+        out_item = ITEM_BYTES[problem.out_dtype] // (2 if problem.gated else 1)
         return model.grouped_gemm_us(products, problem.dtype, out_item, config, gpu, self.bytes_moved(problem))
 
     def inputs(self, problem: GroupedGemmProblem, device: torch.device | str, seed: int) -> Tensors:
@@ -188,6 +198,9 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
             tensors["a" if problem.form == "3d2d" else "b"].mul_(scales.to(dtype)[:, None, None])
         if "bias" in problem.epilogue_parts:
             tensors["bias"] = normal((problem.E, problem.N), dtype)
+        if problem.form == "gather":  # each row once, in any order: the most that there may be to read
+            order = torch.randperm(problem.ROWS, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+            tensors["rows"] = order.to(device)
         if problem.form == "masked":
             tensors["counts"] = torch.tensor(drawn_sizes(problem), dtype=torch.int32, device=device)
         elif problem.form != "3d3d":
@@ -230,6 +243,10 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
         if problem.form != "3d3d":
             ends = "counts" if problem.form == "masked" else "offs"
             shapes[ends], dtypes[ends] = (problem.E,), torch.int32
+        if problem.form == "gather":
+            shapes["rows"], dtypes["rows"] = (problem.ROWS,), torch.int32
+            if "a" in tensors and tensors["a"].dim():  # of any number of rows
+                shapes["a"] = (tensors["a"].shape[0], problem.K)
         if "bias" in problem.epilogue_parts:
             shapes["bias"], dtypes["bias"] = (problem.E, problem.N), problem.dtype
         reason = why_other_tensors(tensors, shapes, dtypes)
@@ -243,7 +260,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
         self, problem: GroupedGemmProblem, config: Config, tensors: Tensors, out: torch.Tensor
     ) -> str | None:
         """See `Operator.launchable`: unit strides as the layout says, and what TMA asks of the others."""
-        for name in ("offs", "counts", "bias"):
+        for name in ("rows", "offs", "counts", "bias"):
             if name in tensors and not tensors[name].is_contiguous():
                 return f"{name} is not contiguous"
         if out.shape[-2] > 1 and out.stride(-2) < out.shape[-1]:
@@ -261,7 +278,8 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
                 found = f"{name} has stride {tensor.stride(inner)} along dimension {inner}"
                 return f"{found}; the kernel reads unit strides"
             if config.template == "grouped_gemm_tma" and name in through_tma:
-                reason = _tma_refusal(name, tensor, inner)
+                gathered = problem.form == "gather" and name == "a"
+                reason = _tma_refusal(name, tensor, inner) or (_cp_async_refusal(tensor) if gathered else None)
                 if reason:
                     return reason
         return None
@@ -275,6 +293,13 @@ def _tma_refusal(name: str, tensor: torch.Tensor, inner: int) -> str | None:
     if name == "c" and row % Hopper.TMA_ALIGNMENT:
         return f"c has rows of {row} bytes; a TMA store writes whole 16 bytes and would overrun them"
     return None
+
+
+def _cp_async_refusal(a: torch.Tensor) -> str | None:
+    """Why rows of A cannot be copied 16 bytes at a time by code that knows no more of strides than Triton does."""
+    apart = a.stride(0)
+    told = f"a has rows {apart} elements apart; the kernel gathers them where that is a multiple of {_KNOWN_DIVISOR}"
+    return told if apart % _KNOWN_DIVISOR else None
 
 
 def _numbers(config: Config) -> dict[str, int]:
@@ -317,8 +342,9 @@ def _tokens_side_by_side(problem: GroupedGemmProblem) -> bool:
 def _shape_names(problem: GroupedGemmProblem) -> dict[str, str]:
     """Shapes as the emitted file's documentation names them."""
     n, columns = ("2 INNER", "INNER") if problem.gated else ("N", "N")
-    if problem.form == "2d3d":
-        return {"a": "(tokens, K)", "b": f"(E, K, {n})", "c": f"(tokens, {columns})"}
+    if problem.gathered == "2d3d":
+        rows = "T" if problem.form == "gather" else "tokens"
+        return {"a": f"({rows}, K)", "b": f"(E, K, {n})", "c": f"(tokens, {columns})"}
     if problem.form == "3d2d":
         return {"a": "(E, M, K)", "b": "(K, tokens)", "c": "(M, tokens)"}
     if problem.form == "2d2d":
@@ -328,20 +354,24 @@ def _shape_names(problem: GroupedGemmProblem) -> dict[str, str]:
 
 
 def _tma_context(problem: GroupedGemmProblem, config: Config) -> dict[str, Any]:
-    p, form, item = _numbers(config), problem.form, ITEM_BYTES[problem.dtype]
+    p, form, item = _numbers(config), problem.gathered, ITEM_BYTES[problem.dtype]
     consumers = _consumers(p)
     block_m, block_n, block_k = p["block_m"], p["block_n"], p["block_k"]
     of_experts = _OF_EXPERTS.get(form, "abc")
     ragged_store = config.params["store"] == "tma" and form in ("2d3d", "masked")
     c_lead = (1 if "c" in of_experts else 0) + (2 if ragged_store else 0)
+    gather = problem.form == "gather"
+    through_tma = block_n if gather else block_m + block_n  # rows of the tiles of one step
+    shown = f"{block_n}" if gather else f"({block_m} + {block_n})"
+    registers = CONSUMER_REGISTERS[consumers]
     epilogue_n = _columns(problem, p) // p["epilogue_subtiles"]
     return {
         "consumers": consumers,
         "wg_m": block_m // consumers,
         "epilogue_n": epilogue_n,
-        "registers": CONSUMER_REGISTERS[consumers],
-        "stage_bytes": (block_m + block_n) * block_k * item,
-        "stage_bytes_comment": f"({block_m} + {block_n}) x {block_k} elements of {item} bytes",
+        "registers": registers and (_REGISTERS_BESIDE_GATHER if gather else registers),
+        "stage_bytes": through_tma * block_k * item,
+        "stage_bytes_comment": f"{shown} x {block_k} elements of {item} bytes",
         # Dimensions of TMA's boxes before rows and columns: one for the expert, or two that end its tokens.
         "a_lead": 2 if form == "2d2d" else int("a" in of_experts),
         "b_lead": 2 if form == "2d2d" else int("b" in of_experts),

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from tlxgen.ops.gemm import ACTIVATIONS, Layout
 from tlxgen.problem import DType, Problem, dtype_name, parse_problem
 
-Form = Literal["2d3d", "3d2d", "2d2d", "3d3d", "masked"]
+Form = Literal["2d3d", "3d2d", "2d2d", "3d3d", "masked", "gather"]
 
 #: How tokens may be spread over experts, if not by their numbers.
 CLASSES = ("even", "dirichlet", "zipf")
@@ -24,10 +24,10 @@ CLASSES = ("even", "dirichlet", "zipf")
 GATED = {"swiglu": "silu", "geglu": "gelu"}
 
 #: Epilogues add a bias first, then apply one activation, or a gated one.
-EPILOGUES = ("none", "bias", *ACTIVATIONS, *(f"bias+{name}" for name in ACTIVATIONS))
+EPILOGUES = ("none", "bias", *(f"{bias}{name}" for bias in ("", "bias+") for name in (*ACTIVATIONS, *GATED)))
 
 #: Forms whose columns are the weights' and whose rows are tokens, of which a gated activation takes halves.
-_GATED_FORMS = ("2d3d", "masked")
+_GATED_FORMS = ("2d3d", "masked", "gather")
 
 _LAYOUTS = {"3d2d": "nt", "2d2d": "tn"}  # by form, where it is not nn
 _SPREAD = "dirichlet"
@@ -40,7 +40,7 @@ _MOST_TOKENS = 2**30  # what kernels take the row after an expert's last for
 class GroupedGemmProblem(Problem):
     """One layer of E experts with weights K x N, and ROWS tokens in all, each of which belongs to one expert.
 
-    `form` says what is multiplied; the names of the forms are the ranks of A and B:
+    `form` says what is multiplied; the names of the first four are the ranks of A and B:
 
     | form | A | B | C | tokens of expert e |
     |---|---|---|---|---|
@@ -49,10 +49,12 @@ class GroupedGemmProblem(Problem):
     | 2d2d | tokens (K, ROWS) | gradients (ROWS, N) | (E, K, N) | columns of A, rows of B: what is summed over |
     | 3d3d | tokens (E, ROWS / E, K) | weights (E, K, N) | (E, ROWS / E, N) | all rows of A[e] |
     | masked | tokens (E, max_rows, K) | weights (E, K, N) | (E, max_rows, N) | the first counts[e] rows of A[e] |
+    | gather | tokens (T, K) | weights (E, K, N) | (ROWS, N) | as in 2d3d, of C; row i of C is of row rows[i] of A |
 
-    `offs` (E,) are ends, not decreasing, as in torch; `counts` (E,) are at most `max_rows`. Both are int32 and are read
-    on the device alone. Rows of C that no expert owns (past offs[-1], or past counts[e]) are not written. An expert
-    without tokens gives zeros in form 2d2d, and nothing otherwise.
+    `offs` (E,) are ends, not decreasing, as in torch; `counts` (E,) are at most `max_rows`; `rows` (ROWS,), from 0 to
+    T - 1, may repeat, and T is any number. All are int32 and are read on the device alone. Rows of C that no expert
+    owns (past offs[-1], or past counts[e]) are not written. An expert without tokens gives zeros in form 2d2d, and
+    nothing otherwise.
 
     `layout` says how each matrix of A and of B lies in memory, one letter each: `n` rows contiguous, `t` columns
     contiguous (stored transposed). C has contiguous rows. `epilogue` is none, or bias, relu | gelu | silu | swiglu |
@@ -60,7 +62,7 @@ class GroupedGemmProblem(Problem):
 
     swiglu, silu(gate) * up, and geglu, gelu(gate) * up with the gelu of the error function, take the first N / 2
     columns of the product for the gate and the others for up. N stays the columns of weights, product and bias, so that
-    it means the same with and without them; C has N / 2 columns. They are for forms 2d3d and masked.
+    it means the same with and without them; C has N / 2 columns. They are for forms 2d3d, masked and gather.
 
     `group_sizes` is how tokens are spread when a kernel is tuned, and no rule for a call: `even`, `dirichlet` (shares
     from Dirichlet(1)) or `zipf` (shares 1/1, 1/2, 1/3, ... in random order), the latter two with one expert in sixteen
@@ -115,11 +117,11 @@ class GroupedGemmProblem(Problem):
         if self.form == "3d2d" and "bias" in self.epilogue_parts:
             raise ValueError(f"epilogue {self.epilogue!r}: columns are tokens in form 3d2d, which takes no bias")
         if self.gated and self.form not in _GATED_FORMS:
-            raise ValueError(f"epilogue {self.epilogue!r} is for forms {' and '.join(_GATED_FORMS)}, not {self.form}")
+            raise ValueError(f"epilogue {self.epilogue!r} is for forms {', '.join(_GATED_FORMS)}, not {self.form}")
         if self.gated and self.N % 2:
-            raise ValueError(
-                f"N = {self.N}: epilogue {self.epilogue} takes half the columns for the gate; N must be even"
-            )
+            raise ValueError(f"N = {self.N}: epilogue {self.epilogue} takes half for the gate; N must be even")
+        if self.form == "gather" and self.a_transposed:
+            raise ValueError(f"layout {self.layout!r}: form gather takes rows of A, which must be contiguous: nn or nt")
         if self.form == "masked" and self.E * self.max_rows < self.ROWS:
             room = f"E x max_rows = {self.E} x {self.max_rows}"
             raise ValueError(f"ROWS = {self.ROWS} exceeds {room}: so many tokens do not fit")
@@ -167,10 +169,15 @@ class GroupedGemmProblem(Problem):
         return self.layout[1] == "t"
 
     @property
+    def gathered(self) -> Form:
+        """The form of the same product once rows of A are gathered."""
+        return "2d3d" if self.form == "gather" else self.form
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of a, b and c."""
+        """Shapes of a, b and c; of a in form gather, which may have any number of rows, as when a kernel is tuned."""
         e, rows, n, k = self.E, self.ROWS, self.N, self.K
-        if self.form == "2d3d":
+        if self.gathered == "2d3d":
             return {"a": (rows, k), "b": (e, k, n), "c": (rows, self._columns)}
         if self.form == "3d2d":
             return {"a": (e, n, k), "b": (k, rows), "c": (n, rows)}

@@ -23,7 +23,7 @@ def reference(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
     import torch
 
     result = torch.full(problem.shapes["c"], float("nan"), dtype=torch.float64, device=inputs["a"].device)
-    for expert, a, b, c in _experts(problem.form, inputs, result):
+    for expert, a, b, c in _experts(problem.gathered, _gathered(problem, inputs), result):
         product = a.double() @ b.double()
         if "bias" in problem.epilogue_parts:
             product = product + inputs["bias"][expert].double()
@@ -38,12 +38,18 @@ def eager(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
     That is `torch._grouped_mm`, of operands that are copied where it does not take them as they lie, or the product of
     all rows in form masked. Where torch has no grouped product, one product after another, which waits for the device.
     """
+    inputs = _gathered(problem, inputs)
     product = _product(problem, inputs)
     if (problem.epilogue_parts and not problem.gated) or problem.out_dtype != problem.dtype:
         product = product.float()
     if "bias" in problem.epilogue_parts:
         product = product + _bias_of_rows(problem, inputs).to(product.dtype)
     return _activated(problem, product).to(torch_dtype(problem.out_dtype))
+
+
+def _gathered(problem: GroupedGemmProblem, inputs: Tensors) -> Tensors:
+    """The inputs with rows of A in the order of C's."""
+    return {**inputs, "a": inputs["a"][inputs["rows"]]} if problem.form == "gather" else inputs
 
 
 def _product(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
@@ -54,7 +60,7 @@ def _product(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
         return torch.bmm(a, b)
     if problem.empty or not hasattr(torch, "_grouped_mm"):
         result = a.new_zeros(_product_shape(problem))
-        for _, one, other, c in _experts(problem.form, inputs, result):
+        for _, one, other, c in _experts(problem.gathered, inputs, result):
             c.copy_(one @ other)
         return result
     if problem.form == "2d2d":
@@ -92,7 +98,7 @@ def _bias_of_rows(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
     import torch
 
     bias = inputs["bias"]
-    if problem.form != "2d3d":
+    if problem.gathered != "2d3d":
         return bias[:, None]
     rows = torch.arange(problem.ROWS, device=bias.device)
     expert = torch.searchsorted(inputs["offs"].long(), rows, right=True)
