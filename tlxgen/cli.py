@@ -128,6 +128,10 @@ def tune(
     untuned: Annotated[
         bool, typer.Option("--untuned", help="All problems that programs asked for here and found no row for.")
     ] = False,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="All shapes of a suite that are not tuned: a YAML file, or a name such as attention."),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Find the best kernel for a problem and keep it.
@@ -149,9 +153,14 @@ def tune(
         as_json=as_json,
     )
     if untuned:
-        if sizes:
+        if sizes or suite is not None:
             raise InvalidProblemError("--untuned takes its problems from the list, so none may be named beside it")
         tuning_cli.run_untuned(operator, options, _log)
+        return
+    if suite is not None:
+        if operator is not None:
+            raise InvalidProblemError("--suite takes its problems from the file, so none may be named beside it")
+        tuning_cli.run_suite(suite, options, _log)
         return
     if operator is None:
         raise InvalidProblemError(f"name a problem, such as `tlxgen tune gemm 4096 4096 4096`; or {_UNTUNED}")

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tlxgen import ops, paths
+from tlxgen import ops, suites
 from tlxgen.devices import Gpu
-from tlxgen.errors import InvalidProblemError
 from tlxgen.problem import Problem
 
 
@@ -40,7 +39,7 @@ def export(
 
     gpu = devices.target(target) if target else devices.detect() or devices.target("h200")
     problems = [
-        *(found for name in suite or () for found in _of_suite(name)),
+        *(found for name in suite or () for found in suites.problems(name)),
         *(found for name in operator or () for found in _tuned(name, gpu)),
         *map(_labelled, problem or ()),
     ]
@@ -51,21 +50,6 @@ def export(
     files = len({entry.module for entry in manifest.entries})
     origins = ", ".join(f"{count} {origin}" for origin, count in Counter(e.origin for e in manifest.entries).items())
     typer.echo(f"{directory}: {len(manifest.entries)} problems ({origins}) by {files} kernels for {gpu.slug}")
-
-
-def _of_suite(name: str) -> Iterator[Problem]:
-    import yaml
-
-    path = Path(name) if name.endswith((".yaml", ".yml")) else paths.SUITES / f"{name}.yaml"
-    try:
-        suite = yaml.safe_load(path.read_text(encoding="utf-8"))
-        operator, shapes = ops.get(suite["operator"]), suite["shapes"]
-        for shape in shapes:
-            yield _problem(operator, shape["sizes"], {**suite.get("options", {}), **shape.get("options", {})})
-    except OSError as error:
-        raise InvalidProblemError(f"--suite {name}: {path}: {error.strerror}") from None
-    except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise InvalidProblemError(f"--suite {name}: {path} is no suite: {' '.join(str(error).split())}") from None
 
 
 def _tuned(name: str, gpu: Gpu) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tlxgen import devices, gpu_lock, ops
+from tlxgen import devices, gpu_lock, ops, suites
 from tlxgen.devices import Gpu
 from tlxgen.errors import (
     GpuLostError,
@@ -20,10 +20,12 @@ from tlxgen.errors import (
     TuningError,
     UnsupportedDeviceError,
 )
+from tlxgen.keys import tuning_key
 from tlxgen.problem import Problem
 from tlxgen.record import TuningKey
 from tlxgen.search import SEARCHES
 from tlxgen.shipped import import_shipped
+from tlxgen.staleness import why_stale
 from tlxgen.store import Store
 from tlxgen.toolchain import require_tlx, toolchain
 from tlxgen.tune import Budget, State, TuneResult, rank, tune
@@ -67,6 +69,32 @@ def run_untuned(operator: str | None, options: Options, log: Console) -> None:
     if not problems:
         log.print(f"nothing was asked for on {gpu.slug} that is not tuned", soft_wrap=True)
         return
+    _run_all(problems, options, log)
+
+
+def run_suite(name: str, options: Options, log: Console) -> None:
+    """Tunes each shape of a suite for which no measured row of today's code is there; one failure stops no other.
+
+    Raises:
+        InvalidProblemError: there is no such suite.
+        TuningError: for some problem no candidate survived; the others are tuned.
+    """
+    gpu = _target(devices.detect(), options.target, options.compile_only)
+    listed = suites.problems(name)
+    with Store.open(read_only_ok=False) as store:
+        import_shipped(store)
+        problems = [problem for problem in listed if not _is_tuned(problem, gpu, store)]
+    if len(problems) < len(listed):
+        log.print(f"{len(listed) - len(problems)} of {len(listed)} shapes are tuned on {gpu.slug}", soft_wrap=True)
+    _run_all(problems, options, log)
+
+
+def _is_tuned(problem: Problem, gpu: Gpu, store: Store) -> bool:
+    record = store.get(tuning_key(problem, gpu.key))
+    return record is not None and record.origin == "measured" and why_stale(record) is None
+
+
+def _run_all(problems: Sequence[Problem], options: Options, log: Console) -> None:
     failed = []
     for number, problem in enumerate(problems, start=1):
         log.print(f"{number} of {len(problems)}: {problem.label}", soft_wrap=True, highlight=False)

@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tlxgen import ops, shipped
-from tlxgen.errors import CacheError, OutputError, TlxgenError
+from tlxgen import shipped, suites
+from tlxgen.errors import CacheError, InvalidProblemError, OutputError
 from tlxgen.facts import Facts
 from tlxgen.record import TunedRecord
 from tlxgen.regress.findings import Finding, Outcome, Row
@@ -232,17 +231,7 @@ def suite_labels(folder: Path) -> set[str]:
     Raises:
         CacheError: a suite cannot be read.
     """
-    return {label for file in sorted(folder.glob("*.yaml")) for label in _labels(file)}
-
-
-def _labels(file: Path) -> list[str]:
     try:
-        suite: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
-        operator, common = ops.get(suite["operator"]), suite.get("options", {})
-        return [
-            operator.problem(shape["sizes"], **{**common, **shape.get("options", {})}).label
-            for shape in suite["shapes"]
-        ]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TlxgenError, KeyError, TypeError, AttributeError) as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CacheError(f"suite {file} cannot be read: {told}") from None
+        return {problem.label for file in sorted(folder.glob("*.yaml")) for problem in suites.problems(file)}
+    except InvalidProblemError as error:
+        raise CacheError(str(error)) from None
