@@ -6,7 +6,8 @@
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.tlxgen-installed
-PYTEST_WORKERS ?= 2
+# One more than the cores of the smallest machine this is for: some tests wait for processes that hang.
+PYTEST_WORKERS ?= 3
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
