@@ -49,7 +49,7 @@ def run(
         files: JSON lines, as `tlxgen cache export` writes them.
         outputs: where else to report.
         update: make the ratchets say what is true now.
-        suites: folder of suites whose shapes must keep their rows; by default `benchmarks/suites` of a source tree.
+        suites: folder of suites whose shapes must keep their rows; by default those that come with tlxgen.
         gpu: True to fail without a GPU to time rows on, False to leave it alone.
         workers: compilers at once; one a core by default.
         log: for progress and remarks.

@@ -11,17 +11,16 @@ import platformdirs
 _PACKAGE = Path(__file__).parent
 
 
-def _shipped(name: str) -> Path:
-    """A top-level folder of the project: inside the package in a wheel, beside it in a source tree."""
-    installed = _PACKAGE / "_shipped" / name
-    return installed if installed.is_dir() else _PACKAGE.parent / name
+def _shipped(folder: str) -> Path:
+    """A folder of the project: inside the package in a wheel, beside it in a source tree."""
+    installed = _PACKAGE / "_shipped" / folder
+    return installed if installed.is_dir() else _PACKAGE.parent / folder
 
 
 TEMPLATES = _shipped("templates")
 SEARCH_SPACES = _shipped("search_spaces")
 SHIPPED_CACHE = _shipped("cache")
-#: Of a source tree; an installed tlxgen has none.
-SUITES = _PACKAGE.parent / "benchmarks" / "suites"
+SUITES = _shipped("benchmarks/suites")
 
 
 def user_cache_dir() -> Path:

@@ -14,7 +14,7 @@ def problems(suite: str | Path) -> list[Problem]:
     """The problems of a suite, in the order of the file.
 
     Args:
-        suite: a YAML file, or the name of one that comes with the source tree, such as `gemm`.
+        suite: a YAML file, or the name of one that comes with tlxgen, such as `gemm`.
 
     Raises:
         InvalidProblemError: there is no such file, it holds no suite, or a shape of it makes no problem.
