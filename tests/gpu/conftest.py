@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tlxgen.process import Child
 
 _FOLDER = Path(__file__).parent
 
@@ -33,3 +36,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Child]:
+    """The process that owns the card."""
+    child = Child()
+    yield child
+    child.kill()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-
 import pytest
 import torch
 
+from tests import gpu_cases
 from tlxgen import accuracy, devices, ops
 from tlxgen.candidates import candidates
-from tlxgen.compile_pool import CompilePool
 from tlxgen.config import Config
 from tlxgen.emit import emit
-from tlxgen.errors import CompileError, TuningError
 from tlxgen.launch import Launcher
 from tlxgen.loader import load
 from tlxgen.ops.attention import AttentionProblem
@@ -41,36 +37,13 @@ PROBLEMS: list[AttentionProblem] = [
 ]
 
 
-def sample(problem: AttentionProblem) -> list[Config]:
-    """Two configs of each template that serves the problem."""
-    rng = random.Random(problem.label)
-    chosen = []
-    for template in ATTENTION.templates:
-        try:
-            legal = candidates(problem, H200, (template,))
-        except TuningError:
-            continue
-        chosen += rng.sample(legal, min(2, len(legal)))
-    return chosen
-
-
-CASES = [(problem, config) for problem in PROBLEMS for config in sample(problem)]
+CASES = [(problem, config) for problem in PROBLEMS for config in gpu_cases.sample(ATTENTION, problem)]
 
 
 @pytest.fixture(scope="session")
 def rejected() -> set[tuple[AttentionProblem, Config]]:
     """What the compiler made no good binary of; those are never launched."""
-    with CompilePool((9, 0)) as pool:
-        futures = {case: pool.submit(emit(ATTENTION, *case)) for case in CASES}
-        return {case for case, future in futures.items() if isinstance(future.exception(), CompileError)}
-
-
-@pytest.fixture(scope="session")
-def child() -> Iterator[Child]:
-    """The process that owns the card."""
-    child = Child()
-    yield child
-    child.kill()
+    return gpu_cases.rejected(ATTENTION, CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].label} {case[1].short}")

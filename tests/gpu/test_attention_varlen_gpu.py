@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests import gpu_cases
 from tlxgen import devices, ops
 from tlxgen.candidates import candidates
-from tlxgen.compile_pool import CompilePool
 from tlxgen.config import Config
 from tlxgen.emit import emit
-from tlxgen.errors import CompileError
 from tlxgen.launch import Launcher, SlimDescriptor
 from tlxgen.loader import load
 from tlxgen.ops.attention_varlen import AttentionVarlenProblem
@@ -39,33 +36,13 @@ PROBLEMS: list[AttentionVarlenProblem] = [
 ]
 
 
-def sample(problem: AttentionVarlenProblem) -> list[Config]:
-    """Two configs of each template."""
-    rng = random.Random(problem.label)
-    chosen = []
-    for template in VARLEN.templates:
-        legal = candidates(problem, H200, (template,))
-        chosen += rng.sample(legal, min(2, len(legal)))
-    return chosen
-
-
-CASES = [(problem, config) for problem in PROBLEMS for config in sample(problem)]
+CASES = [(problem, config) for problem in PROBLEMS for config in gpu_cases.sample(VARLEN, problem)]
 
 
 @pytest.fixture(scope="session")
 def rejected() -> set[tuple[AttentionVarlenProblem, Config]]:
     """What the compiler made no good binary of; those are never launched."""
-    with CompilePool((9, 0)) as pool:
-        futures = {case: pool.submit(emit(VARLEN, *case)) for case in CASES}
-        return {case for case, future in futures.items() if isinstance(future.exception(), CompileError)}
-
-
-@pytest.fixture(scope="session")
-def child() -> Iterator[Child]:
-    """The process that owns the card."""
-    child = Child()
-    yield child
-    child.kill()
+    return gpu_cases.rejected(VARLEN, CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].label} {case[1].short}")

@@ -6,7 +6,6 @@ Each case runs in a child process under a time limit, so that a kernel that hang
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -79,14 +78,6 @@ def compiled() -> None:
     with CompilePool((9, 0)) as pool:
         for future in pool.map(emit(GEMM, problem, config) for problem, config in CASES):
             future.exception()
-
-
-@pytest.fixture(scope="session")
-def child() -> Iterator[Child]:
-    """The process that owns the card."""
-    child = Child()
-    yield child
-    child.kill()
 
 
 @pytest.mark.parametrize(("problem", "config"), CASES, ids=lambda value: getattr(value, "label", None) or value.short)

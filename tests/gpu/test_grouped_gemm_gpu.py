@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
+from tests import gpu_cases
 from tlxgen import accuracy, devices, functional, functional_grouped, ops, runtime
 from tlxgen.candidates import candidates, favourite
-from tlxgen.compile_pool import CompilePool
 from tlxgen.config import Config
 from tlxgen.emit import emit
-from tlxgen.errors import CompileError, TuningError
 from tlxgen.launch import Launcher, SlimDescriptor
 from tlxgen.loader import load
 from tlxgen.ops.grouped_gemm_problem import GroupedGemmProblem, drawn_sizes
@@ -80,36 +78,13 @@ PROBLEMS: list[GroupedGemmProblem] = [
 ]
 
 
-def sample(problem: GroupedGemmProblem) -> list[Config]:
-    """Two configs of each template that serves the problem."""
-    rng = random.Random(problem.label)
-    chosen = []
-    for template in GROUPED.templates:
-        try:
-            legal = candidates(problem, H200, (template,))
-        except TuningError:
-            continue
-        chosen += rng.sample(legal, min(2, len(legal)))
-    return chosen
-
-
-CASES = [(problem, config) for problem in PROBLEMS for config in sample(problem)]
+CASES = [(problem, config) for problem in PROBLEMS for config in gpu_cases.sample(GROUPED, problem)]
 
 
 @pytest.fixture(scope="session")
 def rejected() -> set[tuple[GroupedGemmProblem, Config]]:
     """What the compiler made no good binary of; those are never launched."""
-    with CompilePool((9, 0)) as pool:
-        futures = {case: pool.submit(emit(GROUPED, *case)) for case in CASES}
-        return {case for case, future in futures.items() if isinstance(future.exception(), CompileError)}
-
-
-@pytest.fixture(scope="session")
-def child() -> Iterator[Child]:
-    """The process that owns the card."""
-    child = Child()
-    yield child
-    child.kill()
+    return gpu_cases.rejected(GROUPED, CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].label} {case[1].short}")

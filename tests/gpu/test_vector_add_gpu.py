@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tlxgen import devices, ops
@@ -13,14 +11,6 @@ from tlxgen.process import Child
 from tlxgen.trials import Card
 
 ADD = ops.get("vector_add")
-
-
-@pytest.fixture(scope="module")
-def child() -> Iterator[Child]:
-    """The process that owns the card."""
-    child = Child()
-    yield child
-    child.kill()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
