@@ -78,9 +78,6 @@ def select(problem: Problem, gpu: Gpu | None, *, note_miss: bool = True, pin: Pi
 
 def _anywhere(problem: Problem, gpu: Gpu, passed_over: list[str]) -> Choice:
     """Plain Triton, or torch."""
-    if not ops.get(problem.operator).proven(problem):
-        passed_over.append("kernels for such problems are new: those that were tuned here are used, nothing else")
-        return Choice("torch", None, tuple(passed_over))
     config = vanilla_config(problem, gpu)
     if config is not None and has_triton():
         return Choice("vanilla", config, tuple(passed_over))
@@ -113,13 +110,10 @@ def _on_hopper(problem: Problem, gpu: Gpu, passed_over: list[str], *, note_miss:
     if reason is not None:
         passed_over.append(reason)
         return None
-    proven = ops.get(problem.operator).proven(problem)
     record, reason = _stored(problem, gpu, note_miss=note_miss)
-    if record is not None and (proven or record.origin == "measured"):
+    if record is not None:
         return Choice("tuned" if record.origin == "measured" else "predicted", record.config, tuple(passed_over))
-    passed_over.append(reason if record is None else f"the row of {problem.label} was predicted, not measured")
-    if not proven:
-        return None
+    passed_over.append(reason)
     default = default_config(problem, gpu)
     rows, compiler = neighbourhood(problem.operator), toolchain.toolchain()
     neighbour, reason = rows.nearest(problem, gpu, compiler, default)

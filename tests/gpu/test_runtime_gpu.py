@@ -120,6 +120,7 @@ def test_a_kernel_that_is_not_loaded_refuses_capture_and_leaves_it_whole() -> No
     a, b, x = normal(M, K), normal(K, N), torch.zeros(8, device="cuda")
     out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
     kernel = kernels()[0]
+    runtime.forget()  # its binary too, which other tests have loaded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x.add_(1)

@@ -61,10 +61,6 @@ class Operator(ABC, Generic[P]):
     #: Registers that a kernel may keep in memory, in bytes a thread; more is not worth timing.
     allowed_spill_bytes: ClassVar[int] = 0
 
-    def proven(self, problem: P) -> bool:
-        """Whether kernels for such problems have run on a GPU; until then only what was tuned there is launched."""
-        return True
-
     def arguments(
         self, module: ModuleType, inputs: Tensors, output: torch.Tensor, *, num_sms: int, **options: Any
     ) -> tuple[tuple[int, int, int], tuple[Any, ...]]:

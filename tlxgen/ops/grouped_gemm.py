@@ -51,10 +51,6 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
     output_name = "c"
     problem_type = GroupedGemmProblem
 
-    def proven(self, problem: GroupedGemmProblem) -> bool:
-        """See `Operator.proven`: all but what gathers rows or multiplies by a gate."""
-        return problem.form != "gather" and not problem.gated
-
     def problem(
         self, shape: GroupedGemmProblem | Sequence[int] | Mapping[str, Any], **options: Any
     ) -> GroupedGemmProblem:
