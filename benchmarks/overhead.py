@@ -2,10 +2,13 @@
 
 python -m benchmarks.overhead -o benchmarks/results/
 
-The host is what is timed: calls are queued on the GPU, a few hundred at a time, and waited for between the times. Each
-part is what a call does in that order: `check` the arguments, allocate the `output`, look the `plan` up, make grid and
-`arguments` (descriptors among them), `dispatch` to the driver; `call` is all of it, `torch` the library's call of the
-same. `new_length` is the first call of a length that was never seen, whose kernel another length has loaded.
+The host is what is timed: calls are queued on the GPU, a few hundred at a time, and waited for between the times.
+
+A first call does these in turn: `check` the arguments, allocate the `output`, look the `plan` up, make grid and
+`arguments` (descriptors among them), `dispatch` to the driver. One like it does less: see that its tensors are `alike`,
+take `memory` for the result, and `replay` the launch; `call` is all of that, `call_out` with an output of the caller's,
+`call_named` with tensors by name, `functional` what is in place of torch's, `torch` the library's call of the same.
+`new_length` is the first call of a length that was never seen, whose kernel another length has loaded.
 """
 
 from __future__ import annotations
@@ -84,12 +87,16 @@ def measure(case: Case) -> dict[str, Any]:
     found = {
         **parts(kernel, inputs, out),
         "call": host_us(lambda: kernel(*tensors)),
+        **repeated_parts(kernel, tensors),
         "call_out": host_us(lambda: kernel(*tensors, out=out)),
+        "call_named": host_us(lambda: kernel(**inputs)),
         "torch": host_us(lambda: operator.eager(problem, inputs)),
         "get_kernel": host_us(lambda: runtime.get_kernel(problem.operator, problem, on_miss="ignore")),
     }
     if problem.operator == "attention":
-        found["sdpa"] = host_us(lambda: functional.attention(*tensors, causal="bottom-right"))
+        found["functional"] = host_us(lambda: functional.attention(*tensors, causal="bottom-right"))
+    else:
+        found["functional"] = host_us(lambda: functional.matmul(*tensors))
     return {
         "op": problem.operator,
         "problem": problem.model_dump(),
@@ -116,6 +123,22 @@ def parts(kernel: runtime.Kernel, inputs: dict[str, Any], out: torch.Tensor) -> 
         "plan": host_us(lambda: kernel.plan(inputs, out)),
         "arguments": host_us(lambda: plan.arguments(inputs, out)),
         "dispatch": host_us(lambda: plan.dispatch(grid, args)),
+    }
+
+
+def repeated_parts(kernel: runtime.Kernel, tensors: tuple[torch.Tensor, ...]) -> dict[str, float]:
+    """Of a call like one before; none where nothing is replayed."""
+    repeat = next(iter(kernel._plain), None)  # noqa: SLF001 - its parts have no names for others
+    replay = None if repeat is None else repeat._replay  # noqa: SLF001
+    if repeat is None or replay is None:
+        return {}
+    taken = (*tensors, repeat._empty())  # noqa: SLF001
+    addresses = [tensor.data_ptr() for tensor in taken]
+    stream = plans.raw_stream(taken[-1].device.index or 0)
+    return {
+        "alike": host_us(lambda: repeat.like(tensors)),
+        "memory": host_us(repeat._empty),  # noqa: SLF001
+        "replay": host_us(lambda: replay(taken, addresses, stream)),
     }
 
 

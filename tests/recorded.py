@@ -38,8 +38,10 @@ class RecordedCard:
     noise: float = 0.005
     on_measure: Callable[[], None] = lambda: None
     luck: dict[Config, float] = field(default_factory=dict)  # factors of the next times
+    glitch: float = 1.0  # the factor of one sample of every config and measurement
     falls: bool = False  # whether nothing survives timing any more
     verdicts: dict[Config, Verdict] = field(default_factory=dict)
+    launch_us: float = 1.0  # the rough look of every gate
     gated: list[Config] = field(default_factory=list)
     sources: dict[str, KernelSource] = field(default_factory=dict)
     faults: dict[str, Verdict] = field(default_factory=dict)
@@ -54,7 +56,7 @@ class RecordedCard:
         verdict = self.verdicts.get(source.config)
         if verdict is None:
             verdict = (
-                Verdict("ok", error=1.6e-3, launch_us=1.0)
+                Verdict("ok", error=1.6e-3, launch_us=self.launch_us)
                 if source.config in self.times
                 else Verdict("wrong_result", "no record")
             )
@@ -68,10 +70,13 @@ class RecordedCard:
             return {}
         configs = {name: self.sources[name].config for name in names}
         times = {name: self.times[config] * self.luck.get(config, 1.0) for name, config in configs.items()}
-        return {
+        samples = {
             name: [time * self.rng.gauss(1.0, self.noise) for _ in range(rounds)]
             for name, time in {**times, measure.PEER: self.peer_us}.items()
         }
+        for name in names if self.glitch != 1.0 else ():
+            samples[name][self.rng.randrange(rounds)] *= self.glitch
+        return samples
 
     def forget(self, names: Sequence[str]) -> None:
         pass

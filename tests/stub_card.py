@@ -27,7 +27,8 @@ LIMIT_S = 1.0  #: of gate and timing
 COMPILE_S = 2.0
 PEER_US = 100.0
 
-#: Names a folder where children leave their process ids, and where a file `lost` means that the card is gone.
+#: Names a folder where children leave their process ids, and where a file `lost` means that the card is gone. A file
+#: `hold` names a job, such as `gate` or `timing` with a candidate's id, that leaves a file `held` and does not end.
 NOTES = "TLXGEN_STUB_NOTES"
 
 
@@ -56,6 +57,18 @@ def gated() -> list[str]:
     """What was gated, in order, by id."""
     log = notes() / "gated"
     return log.read_text().split() if log.exists() else []
+
+
+def held() -> bool:
+    """Whether the job that is to hold has begun."""
+    return (notes() / "held").exists()
+
+
+def _hold(job: str) -> None:
+    hold = notes() / "hold"
+    if hold.exists() and hold.read_text() == job:
+        (notes() / "held").touch()
+        _hang()
 
 
 class OutOfMemoryError(RuntimeError):
@@ -147,11 +160,13 @@ class OnCard:
             with (notes() / "gated").open("a") as log:
                 log.write(f"{job.name}\n")
             time.sleep(0.02)
+            _hold(f"gate {job.name}")
             _act(job.source.config, "gate")
             _known[job.name] = job.source.config
             return Verdict("ok", error=1e-3, launch_us=1.0)
         if isinstance(job, Measure):
             for name in job.names:
+                _hold(f"timing {name}")
                 _act(_known[name], "timing")
             times = {name: float(_known[name].params["us"]) for name in job.names} | {PEER: PEER_US}
             return {name: [time_us] * job.rounds for name, time_us in times.items()}
@@ -166,13 +181,13 @@ class StubChild(Child):
         return super().call(OnCard(job), timeout)
 
 
-def install(patch: Callable[[Any, str, Any], None], configs: Sequence[Config]) -> None:
+def install(patch: Callable[[Any, str, Any], None], configs: Sequence[Config], limit: float = LIMIT_S) -> None:
     """Puts card, compiler and candidates in the tuner's way; `patch` is `setattr` or a monkeypatch's."""
     from tlxgen import compile_pool, trials, tune  # here, for children do without and start in half the time
     from tlxgen.compile_pool import CompilePool
     from tlxgen.trials import Card
 
-    patch(tune, "Card", lambda name, problem, seed: Card(name, problem, seed, limit=LIMIT_S, child=StubChild()))
+    patch(tune, "Card", lambda name, problem, seed: Card(name, problem, seed, limit=limit, child=StubChild()))
     patch(tune, "CompilePool", functools.partial(CompilePool, timeout=COMPILE_S))
     patch(tune, "candidates", lambda *_: list(configs))
     patch(tune, "emit", emit)
@@ -181,11 +196,11 @@ def install(patch: Callable[[Any, str, Any], None], configs: Sequence[Config]) -
     patch(os, "cpu_count", lambda: 2)  # the size of a batch
 
 
-def command(folder: Path, n: int) -> None:
+def command(folder: Path, n: int, limit: float) -> None:
     """`tlxgen`, as a process of its own on a machine with such a card and `n` candidates; words from `sys.argv`."""
     from tlxgen import cli, gpu_lock, paths, tuning_cli
 
-    install(setattr, healthy(n))
+    install(setattr, healthy(n), limit)
     vars(devices).update(detect=lambda *_: devices.target("h200"), uuid=lambda: "stub")
     vars(gpu_lock).update(other_processes=lambda *_: 0, exclusive=functools.partial(gpu_lock.exclusive, folder=folder))
     vars(paths).update(SHIPPED_CACHE=folder / "nothing-shipped")

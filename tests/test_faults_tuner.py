@@ -146,8 +146,9 @@ def test_a_lost_gpu_ends_the_run_and_the_same_call_goes_on(run: Run, store: Stor
 class Command:
     """`tlxgen tune` on the stub card, in a process of its own."""
 
-    def __init__(self, folder: Path, trials: int) -> None:
-        script = f"from pathlib import Path; import stub_card; stub_card.command(Path({str(folder)!r}), 130)"
+    def __init__(self, folder: Path, trials: int, n: int = 130, limit: float = stub_card.LIMIT_S) -> None:
+        call = f"stub_card.command(Path({str(folder)!r}), {n}, {limit})"
+        script = f"from pathlib import Path; import stub_card; {call}"
         words = ["tune", "vector_add", "4096", "--trials", str(trials), "--workers", "1", "--json"]
         self.process = subprocess.Popen(
             [sys.executable, "-c", script, *words],
@@ -160,6 +161,12 @@ class Command:
     def wait_for_trials(self, folder: Path, n: int) -> None:
         assert wait_until(lambda: finished(folder) >= n or self.process.poll() is not None)
         assert self.process.poll() is None, self.process.communicate()
+
+    def kill(self) -> None:
+        """SIGKILL, and with it goes the child that measures."""
+        self.process.kill()
+        self.process.communicate()
+        assert wait_until(lambda: not any(is_running(pid) for pid in stub_card.pids())), "SIGKILL left a child"
 
     def end(self) -> dict[str, Any]:
         out, err = self.process.communicate(timeout=60)
@@ -186,9 +193,7 @@ def finished(folder: Path) -> int:
 def test_signals_lose_nothing_finished_and_the_same_command_goes_on(tmp_path: Path) -> None:
     command = Command(tmp_path, 112)
     command.wait_for_trials(tmp_path, 9)  # the second batch: the best of the first is kept
-    command.process.kill()
-    command.process.communicate()
-    assert wait_until(lambda: not any(is_running(pid) for pid in stub_card.pids())), "SIGKILL left a child"
+    command.kill()
     known = finished(tmp_path)
     with Store.open(tmp_path / "tuned.db") as store:
         row = store.get(KEY)
@@ -208,6 +213,37 @@ def test_signals_lose_nothing_finished_and_the_same_command_goes_on(tmp_path: Pa
     answer = Command(tmp_path, 112).end()
     assert (answer["interrupted"], answer["resumed"], answer["tried"]) == (False, known, 112)
     assert finished(tmp_path) == 112
+
+
+def trials_by_protocol(folder: Path) -> dict[str, list[str]]:
+    """Ids of the candidates with a trial, in the order they were kept in."""
+    with Store.open(folder / "tuned.db") as store:
+        trials = store.trials(KEY)
+    protocols = {trial.protocol for trial in trials}
+    return {one: [trial.config.id for trial in trials if trial.protocol == one] for one in protocols}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["timing", "gate"])
+def test_sigkill_loses_at_most_the_trial_in_flight(job: str, tmp_path: Path, notes: Path) -> None:
+    """In the middle of the second of three batches, of eight, eight and four candidates."""
+    ids = [config.id for config in stub_card.healthy(20)]
+    (notes / "hold").write_text(f"{job} {ids[12]}")
+    command = Command(tmp_path, trials=20, n=20, limit=60)
+    assert wait_until(lambda: stub_card.held() or command.process.poll() is not None)
+    command.kill()
+    in_flight = {"timing": [], "gate": [ids[12]]}[job]
+    assert stub_card.gated() == ids[: {"timing": 16, "gate": 13}[job]]
+    kept = [name for name in stub_card.gated() if name not in in_flight]
+    assert trials_by_protocol(tmp_path) == {PROTOCOL: kept[:8], f"{PROTOCOL}/gate": kept[8:]}
+
+    (notes / "hold").unlink()
+    before = len(stub_card.gated())
+    answer = Command(tmp_path, trials=20, n=20).end()
+    assert (answer["resumed"], answer["tried"], answer["failures"]) == (len(kept), 20, {})
+    assert answer["config"] == stub_card.config(120).model_dump()
+    assert trials_by_protocol(tmp_path) == {PROTOCOL: ids}, "one look each: none lost, none twice, none rough"
+    assert stub_card.gated()[before:][:12] == ids[8:], "the untimed first, then the rest"
 
 
 TUNE = """

@@ -99,6 +99,13 @@ class TestWinner:
         }
         assert winner(timed) == SIMPLE
 
+    @pytest.mark.parametrize("turn", [0, ROUNDS // 2, ROUNDS - 1])
+    def test_is_not_made_by_one_fast_sample(self, turn: int) -> None:
+        common = rounds(4)
+        lucky = list(samples(101, 0.003, 1, common))
+        lucky[turn] *= 0.1
+        assert winner({SIMPLE: timing(lucky), COMPLEX: timing(samples(100, 0.003, 2, common))}) == COMPLEX
+
     def test_does_not_depend_on_the_order_of_candidates(self) -> None:
         common = rounds(4)
         timed = [(c, timing(samples(100, 0.02, i, common))) for i, c in enumerate((COMPLEX, MORE_STAGES, SIMPLE))]

@@ -114,6 +114,11 @@ def test_of_products_too(body: str, words: str, child: Child) -> None:
     assert card.gate("good", stub_device.source(MATRICES)).status == "ok"
 
 
+def test_a_rough_time_is_taken_of_candidates_and_of_the_library(card: Card) -> None:
+    assert card.gate("next", stub_device.source(VECTORS, time_us="7.0")).launch_us == pytest.approx(7.0)
+    assert card.setup().peer_launch_us == 1.0, "no less is told; the stub's library takes no time outside of graphs"
+
+
 def test_an_illegal_access_ends_the_process_and_the_next_one_is_clean(card: Card) -> None:
     verdict = card.gate("bad", stub_device.source(VECTORS, "stub_device.card.fault()"))
     assert (verdict.status, "exit status 3" in verdict.message) == ("launch_failed", True)

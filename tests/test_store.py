@@ -337,6 +337,23 @@ def test_trials_are_kept_apart_by_code_and_protocol(store: Store) -> None:
     assert a_trial() not in store.trials(a_key())
 
 
+def test_a_trial_may_take_the_place_of_one_of_another_protocol(store: Store) -> None:
+    others = [a_trial(protocol="rough", source_hash="0th3r"), a_trial(64, protocol="rough"), a_trial(protocol="2")]
+    for trial in (a_trial(protocol="rough"), *others):
+        store.add_trial(a_key(), trial)
+    store.add_trial(a_key(m=1), a_trial(protocol="rough"))
+    store.add_trial(a_key(), a_trial(), instead_of="rough")
+    assert store.trials(a_key()) == [*others, a_trial()], "that of the same config and code alone"
+    assert store.trials(a_key(m=1)) == [a_trial(protocol="rough")]
+
+
+def test_a_trial_that_is_refused_takes_no_place(store: Store) -> None:
+    store.add_trial(a_key(), a_trial(protocol="rough"))
+    with pytest.raises(CacheError, match="finite times"):
+        store.add_trial(a_key(), a_trial(time_us=None), instead_of="rough")
+    assert store.trials(a_key()) == [a_trial(protocol="rough")]
+
+
 def test_a_kill_loses_no_trial(file: Path) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path; from tlxgen.record import Trial, TuningKey\n"

@@ -170,6 +170,11 @@ def test_a_full_card_ends_the_run_and_is_nobodys_fault() -> None:
         Card("vector_add", PROBLEM, seed=0, child=FakeChild(full=True)).setup()  # type: ignore[arg-type]
 
 
+def test_one_fast_sample_does_not_change_the_time() -> None:
+    found = timings({PEER: [100.0] * 5, "a": [90.0, 90.0, 9.0, 90.0, 90.0]})["a"]
+    assert found.time_us == 90.0
+
+
 def test_a_clock_that_jumps_between_rounds_does_not_change_the_ratio() -> None:
     """Three rounds on a fast clock, two on a slow one, and an outlier that puts the peer's median among the slow."""
     clock = [1.0, 1.0, 1.0, 1.3, 1.3]

@@ -37,7 +37,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Labels of what was tuned; nothing is."""
     labels: list[str] = []
 
-    def run(problem: Any, options: tuning_cli.Options, _log: object) -> SimpleNamespace:
+    def run(problem: Any, options: tuning_cli.Options, _log: object, _child: object) -> SimpleNamespace:
         labels.append(problem.label)
         if problem.M == 512:
             raise TuningError("no candidate survived")

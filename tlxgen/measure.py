@@ -57,6 +57,7 @@ class DeviceReport:
     versions: dict[str, str]
     peer_error: float
     peer_us: float
+    peer_launch_us: float | None = None  #: one rough look, as at a candidate in its gate
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class Setup:
         import torch
 
         global _session  # noqa: PLW0603 - jobs of one process share the card
+        _session = None  # what an earlier problem held is free before this one asks for memory
         operator = ops.get(self.operator)
         gpu = devices.detect()
         if gpu is None:
@@ -173,7 +175,8 @@ class Setup:
         _session.candidates[PEER] = _library(_session, functools.partial(operator.timed_peer, self.problem))
         peer_us = statistics.median(Measure((), _PEER_ROUNDS)()[PEER])
         versions = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "driver": _driver_version()}
-        return DeviceReport(gpu, versions, accuracy.error(library, reference).norm, peer_us)
+        rough_us = _session.candidates[PEER].launch_us
+        return DeviceReport(gpu, versions, accuracy.error(library, reference).norm, peer_us, rough_us)
 
 
 @dataclass(frozen=True)

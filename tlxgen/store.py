@@ -155,8 +155,13 @@ class Store:
             self._bad.add(key.id)
             warn(f"row {key.id} is skipped in this process only: {error}")
 
-    def add_trial(self, key: TuningKey, trial: Trial) -> None:
+    def add_trial(self, key: TuningKey, trial: Trial, instead_of: str | None = None) -> None:
         """Remembers one try, committed at once so that a kill loses nothing finished.
+
+        Args:
+            key: what was tuned.
+            trial: replaces an earlier one of the same config, code and protocol.
+            instead_of: another protocol, whose trial of the same config and code it replaces as well.
 
         Raises:
             CacheError: as for `put`; status `ok` without a time breaks a rule too.
@@ -174,6 +179,10 @@ class Store:
             "created": trial.created.isoformat(),
         }
         with self._transaction() as db:
+            db.execute(
+                "DELETE FROM trials WHERE key_id = ? AND config_id = ? AND source_hash = ? AND protocol = ?",
+                (key.id, trial.config.id, trial.source_hash, instead_of),
+            )
             db.table("trials").insert(row, pk=("key_id", "config_id", "source_hash", "protocol"), replace=True)
 
     def trials(self, key: TuningKey, protocol: str | None = None) -> list[Trial]:

@@ -1,7 +1,7 @@
 """The tuner: proposes, compiles, gates, times, keeps.
 
-Compilation runs ahead of the GPU: while one batch is measured, the next one compiles. Everything that was finished is
-in the database at once, so that a run that ends early, by whatever hand, is resumed by the same command.
+Compilation runs ahead of the GPU: while one batch is measured, the next one compiles. A candidate is in the database as
+soon as it has failed or passed its gate, so that a run that ends early, by whatever hand, goes on by the same command.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from tlxgen.errors import CompileError, GpuLostError, TuningError
 from tlxgen.keys import tuning_key
 from tlxgen.measure import PROTOCOL, DeviceReport, Verdict
 from tlxgen.problem import Problem
+from tlxgen.process import Child
 from tlxgen.record import Trial, TrialStatus, TunedRecord, TuningKey
 from tlxgen.search import Search, effective_sampler, make_search
 from tlxgen.store import Store
@@ -46,6 +47,10 @@ _RESTLESS = 0.25
 
 #: Protocol of a row that is kept while the search goes on: one look, not yet a final.
 _LOOK_PROTOCOL = f"{PROTOCOL}/look"
+
+#: Protocol of the trial of a candidate that has passed the gate, until the look at its batch takes its place. Its time
+#: may be the host's, and decides nothing: it says that the candidate works.
+_GATE_PROTOCOL = f"{PROTOCOL}/gate"
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,7 @@ def tune(
     templates: tuple[str, ...] | None = None,
     progress: Progress | None = None,
     neighbours: Callable[[], int] = lambda: 0,
+    child: Child | None = None,
 ) -> TuneResult:
     """Measures candidates on this machine's GPU and keeps the best.
 
@@ -178,6 +184,7 @@ def tune(
         templates: only these.
         progress: called after every candidate.
         neighbours: how many processes compute on the GPU now, ours among them (`tlxgen.gpu_lock.other_processes`).
+        child: the process to measure in, which is left running; by default one of the run's own.
 
     Raises:
         TuningError: every candidate failed; nothing is stored.
@@ -185,6 +192,8 @@ def tune(
         KeyboardInterrupt: and nothing had been measured by then.
     """
     card = Card(problem.operator, problem, seed)
+    if child is not None:
+        card.child = child
     try:
         report = card.setup()
         run = _Run(problem, card, report, store, budget or Budget(), templates, neighbours)
@@ -201,7 +210,8 @@ def tune(
         except GpuLostError as error:
             raise GpuLostError(f"{error}; {run.account()}; the same command goes on from there") from error
     finally:
-        card.close()
+        if child is None:
+            card.close()
 
 
 @dataclass
@@ -234,7 +244,9 @@ class _Run:
         self.state = State(len(self.legal), budget)
         self.relative: dict[Config, float] = {}  # time over the peer's, of every config that works
         self.errors: dict[Config, float] = {}
+        self.finished: set[Config] = set()  # failed, or through the gate: what is in the database
         self.known: dict[Config, float | None] = {}  # what earlier runs found, None for failures
+        self.untimed: list[Config] = []  # what a run had gated that was killed before it looked at them
         self.search: Search | None = None
         self.incumbent = self._incumbent()
         self.neighbours = neighbours
@@ -253,14 +265,8 @@ class _Run:
 
     def resume(self) -> None:
         """Takes over the trials of earlier runs whose kernels have not changed."""
-        legal = set(self.legal)
-        for trial in self.store.trials(self.key, PROTOCOL):
-            if trial.config not in legal or trial.status in _TRANSIENT:
-                continue
-            if emit(self.operator, self.problem, trial.config).code_hash != trial.source_hash:
-                continue
-            self.state.tried += 1
-            self.state.resumed += 1
+        for trial in self._earlier(PROTOCOL):
+            self.finished.add(trial.config)
             if trial.time_us is None:
                 self.known[trial.config] = None
                 _count(self.state, trial.status, trial.message)
@@ -268,6 +274,18 @@ class _Run:
                 relative = trial.time_us / (trial.peer_us or self.report.peer_us)
                 self.known[trial.config] = relative * self.report.peer_us
                 self._note(trial.config, relative)
+        self.untimed = [trial.config for trial in self._earlier(_GATE_PROTOCOL) if trial.config not in self.finished]
+        self.finished.update(self.untimed)
+        self.state.tried = self.state.resumed = len(self.finished)
+
+    def _earlier(self, protocol: str) -> Iterator[Trial]:
+        """Trials of candidates that are such still, of today's code, and not to be tried again."""
+        legal = set(self.legal)
+        for trial in self.store.trials(self.key, protocol):
+            if trial.config not in legal or trial.status in _TRANSIENT:
+                continue
+            if emit(self.operator, self.problem, trial.config).code_hash == trial.source_hash:
+                yield trial
 
     def choose_search(self, sampler: str, seed: int) -> None:
         """Small spaces are searched in full, whatever was asked for."""
@@ -277,8 +295,10 @@ class _Run:
             self.search.observe(config, time_us)
 
     def search_with(self, pool: CompilePool, progress: Progress | None) -> None:
-        """Proposes and measures until the budget or the space is used up."""
+        """Looks at what has none, then proposes and measures until the budget or the space is used up."""
         size = max(8, min(32, 2 * (os.cpu_count() or 8)))
+        for start in range(0, len(self.untimed), size):  # before the search proposes: it is to hear of them first
+            self._measure(self._compile(pool, self.untimed[start : start + size]), progress)
         ahead: deque[_Batch] = deque()
         while True:
             while len(ahead) < 2 and (batch := self._propose(pool, size, ahead)):
@@ -296,8 +316,12 @@ class _Run:
         if room <= 0 or (late and (self.state.tried or pending)):  # the first batch always: it holds the default
             return None
         assert self.search is not None
-        sources = [(c, emit(self.operator, self.problem, c)) for c in self.search.propose(min(size, room))]
-        return _Batch([(config, source, pool.submit(source)) for config, source in sources]) if sources else None
+        configs = self.search.propose(min(size, room))
+        return self._compile(pool, configs) if configs else None
+
+    def _compile(self, pool: CompilePool, configs: list[Config]) -> _Batch:
+        sources = [(config, emit(self.operator, self.problem, config)) for config in configs]
+        return _Batch([(config, source, pool.submit(source)) for config, source in sources])
 
     def _measure(self, batch: _Batch, progress: Progress | None) -> None:
         """Gates what compiled and times what passed, in one interleaved measurement."""
@@ -309,7 +333,7 @@ class _Run:
             verdict = self._compiled_and_gated(config, source, future)
             if verdict.status == "ok":
                 passed[config.id] = (config, source)
-                self.errors[config] = verdict.error or 0.0
+                self._passed(config, source, verdict)
             else:
                 self._failed(config, source, verdict)
             if progress:
@@ -329,6 +353,18 @@ class _Run:
         except CompileError as error:
             return Verdict(error.kind, str(error))
         return self.card.gate(config.id, source)
+
+    def _passed(self, config: Config, source: KernelSource, verdict: Verdict) -> None:
+        self.errors[config] = verdict.error or 0.0
+        trial = Trial(
+            config=config,
+            source_hash=source.code_hash,
+            status="ok",
+            time_us=verdict.launch_us,
+            peer_us=self.report.peer_launch_us or self.report.peer_us,
+            protocol=_GATE_PROTOCOL,
+        )
+        self._keep(trial)
 
     def _timed(self, config: Config, source: KernelSource, timing: Timing) -> None:
         # Relative times are comparable between batches; scaled by one peer time they are microseconds again.
@@ -355,8 +391,12 @@ class _Run:
             protocol=PROTOCOL,
             message=message[:500],
         )
-        self.store.add_trial(self.key, trial)
-        self.state.tried += 1  # what is counted is kept, wherever an interruption falls
+        self._keep(trial)
+
+    def _keep(self, trial: Trial) -> None:
+        self.store.add_trial(self.key, trial, instead_of=_GATE_PROTOCOL)
+        self.finished.add(trial.config)
+        self.state.tried = len(self.finished)  # what is counted is kept, wherever an interruption falls
 
     def _note(self, config: Config, relative: float) -> None:
         self.relative[config] = relative
@@ -397,14 +437,7 @@ class _Run:
         return TuneResult(record, stored, self.state, interrupted, timed, disturbed)
 
     def _disturbance(self, timed: dict[Config, Timing]) -> str:
-        """What says that something else ran on the card while these were timed, if anything does."""
-        newcomers = self.neighbours() - self.processes
-        if newcomers > 0:
-            return f"{newcomers} process(es) began to compute on this GPU meanwhile"
-        spread = max((timing.peer_spread for timing in timed.values()), default=0.0)
-        if spread > _RESTLESS:
-            return f"the library's own times scatter by {spread:.0%}"
-        return ""
+        return disturbance(timed.values(), self.neighbours() - self.processes)
 
     def account(self) -> str:
         """What is kept, in one clause."""
@@ -441,6 +474,16 @@ class _Run:
             versions={"tlxgen": __version__, **self.report.versions},
             trials=self.state.tried,
         )
+
+
+def disturbance(timed: Iterable[Timing], newcomers: int = 0) -> str:
+    """What says that something else ran on the card while these were timed, if anything does."""
+    if newcomers > 0:
+        return f"{newcomers} process(es) began to compute on this GPU meanwhile"
+    spread = max((timing.peer_spread for timing in timed), default=0.0)
+    if spread > _RESTLESS:
+        return f"the library's own times scatter by {spread:.0%}"
+    return ""
 
 
 def _count(state: State, kind: str, message: str) -> None:

@@ -22,6 +22,7 @@ from tlxgen.errors import (
 )
 from tlxgen.keys import tuning_key
 from tlxgen.problem import Problem
+from tlxgen.process import Child
 from tlxgen.record import TuningKey
 from tlxgen.search import SEARCHES
 from tlxgen.shipped import import_shipped
@@ -96,18 +97,22 @@ def _is_tuned(problem: Problem, gpu: Gpu, store: Store) -> bool:
 
 def _run_all(problems: Sequence[Problem], options: Options, log: Console) -> None:
     failed = []
-    for number, problem in enumerate(problems, start=1):
-        log.print(f"{number} of {len(problems)}: {problem.label}", soft_wrap=True, highlight=False)
-        try:
-            result = run(problem, options, log)
-        except GpuLostError:
-            raise
-        except TuningError as error:
-            failed.append(problem.label)
-            log.print(f"{problem.label}: {error}", soft_wrap=True, highlight=False, markup=False)
-            continue
-        if result.interrupted:
-            return
+    child = Child()  # one for all: starting torch takes seconds
+    try:
+        for number, problem in enumerate(problems, start=1):
+            log.print(f"{number} of {len(problems)}: {problem.label}", soft_wrap=True, highlight=False)
+            try:
+                result = run(problem, options, log, child)
+            except GpuLostError:
+                raise
+            except TuningError as error:
+                failed.append(problem.label)
+                log.print(f"{problem.label}: {error}", soft_wrap=True, highlight=False, markup=False)
+                continue
+            if result.interrupted:
+                return
+    finally:
+        child.kill()
     if failed:
         raise TuningError(f"{len(failed)} of {len(problems)} problems have no working candidate: {', '.join(failed)}")
 
@@ -121,8 +126,8 @@ def _known(key: TuningKey) -> Problem | None:
     return problem if isinstance(problem, Problem) else None
 
 
-def run(problem: Problem, options: Options, log: Console) -> TuneResult:
-    """Tunes or ranks, and reports."""
+def run(problem: Problem, options: Options, log: Console, child: Child | None = None) -> TuneResult:
+    """Tunes or ranks, and reports; measures in `child`, if one is lent."""
     if options.sampler not in SEARCHES:
         raise InvalidConfigError(f"sampler {options.sampler!r} is not known; use one of {', '.join(SEARCHES)}")
     unknown = set(options.templates or ()) - set(ops.get(problem.operator).templates)
@@ -172,6 +177,7 @@ def run(problem: Problem, options: Options, log: Console) -> TuneResult:
                     templates=options.templates,
                     progress=progress,
                     neighbours=lambda: gpu_lock.other_processes(uuid),
+                    child=child,
                 )
     typer.echo(json.dumps(as_dict(result)) if options.as_json else describe(problem, result))
     if result.interrupted:
