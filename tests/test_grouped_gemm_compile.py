@@ -33,6 +33,8 @@ PROBLEMS: list[tuple[GroupedGemmProblem, int]] = [
     (GROUPED.problem(SHAPE, layout="nt", epilogue="bias+swiglu"), 1),
     (GROUPED.problem(SHAPE, form="gather", layout="nt", epilogue="swiglu"), 1),
     (GROUPED.problem((64, 16384, 2044, 4096), form="masked", max_rows=1024, layout="nt", epilogue="bias+geglu"), 0),
+    (GROUPED.problem(SHAPE, dtype="e4m3"), 1),
+    (GROUPED.problem((64, 16384, 2044, 4096), dtype="e4m3", epilogue="bias+swiglu"), 0),
 ]
 
 

@@ -43,7 +43,12 @@ _MB = 1 << 20
 
 
 def _hopper(slug: str, sm_count: int, clock_mhz: int, tb_per_s: float, l2_mb: int, tflops_16bit: float) -> Gpu:
-    rates = {"bf16": tflops_16bit, "fp16": tflops_16bit, "fp32": tflops_16bit / 2}  # fp32 through TF32
+    rates = {
+        "e4m3": 2 * tflops_16bit,
+        "bf16": tflops_16bit,
+        "fp16": tflops_16bit,
+        "fp32": tflops_16bit / 2,  # through TF32
+    }
     return Gpu(
         slug=slug,
         sm_count=sm_count,

@@ -15,7 +15,7 @@ from tlxgen import toolchain
 
 #: Fact → opcodes of the machine code that it counts.
 _COUNTED = {
-    "hgmma": ("HGMMA",),
+    "hgmma": ("HGMMA", "QGMMA"),  # wgmma of 16 and 32 bits, and of 8
     "tma_loads": ("UTMALDG", "UBLKCP"),
     "tma_stores": ("UTMASTG",),
     "setmaxnreg": ("USETMAXREG",),

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 DType = Literal["bf16", "fp16", "fp32"]
 
 #: Bytes of one element.
-ITEM_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+ITEM_BYTES: dict[str, int] = {"e4m3": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 
-_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_TORCH_NAMES = {"e4m3": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _ALIASES = {
+    "float8_e4m3fn": "e4m3",
     "bfloat16": "bf16",
     "float16": "fp16",
     "half": "fp16",

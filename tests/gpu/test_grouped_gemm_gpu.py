@@ -72,6 +72,10 @@ PROBLEMS: list[GroupedGemmProblem] = [
     GROUPED.problem((64, 1024, 1536, 512), form="gather", layout="nt", epilogue="bias+swiglu", group_sizes="zipf"),
     GROUPED.problem((16, 2000, 1004, 528), form="gather", layout="nt", epilogue="relu", dtype="fp16"),
     GROUPED.problem((3, 1000, 77, 131), form="gather"),
+    GROUPED.problem((8, 4096, 1024, 768), dtype="e4m3"),
+    GROUPED.problem((64, 1024, 1536, 512), dtype="e4m3", epilogue="bias+swiglu", group_sizes="zipf"),
+    GROUPED.problem((16, 2000, 1004, 528), dtype="e4m3", epilogue="bias+gelu"),
+    GROUPED.problem((16, 2000, 1040, 7168), dtype="e4m3", epilogue="swiglu"),
     GROUPED.problem((3, 1000, 77, 131)),
     GROUPED.problem((4, 900, 24576, 64)),
     GROUPED.problem((1, 777, 768, 256)),
@@ -129,6 +133,17 @@ def run(problem: GroupedGemmProblem, template: str, inputs: dict[str, Any]) -> t
 @pytest.mark.parametrize("sizes", SPREADS.values(), ids=SPREADS)
 def test_tokens_are_the_right_experts_however_they_are_spread(template: str, form: Any, sizes: list[int]) -> None:
     problem = spread(sizes, 768, 512, form)
+    inputs: dict[str, Any] = dict(GROUPED.inputs(problem, "cuda", 0))
+    reason = accuracy.why_wrong(
+        run(problem, template, inputs), GROUPED.reference(problem, inputs), GROUPED.eager(problem, inputs)
+    )
+    assert reason is None, reason
+
+
+@pytest.mark.parametrize("template", GROUPED.templates)
+@pytest.mark.parametrize("sizes", SPREADS.values(), ids=SPREADS)
+def test_scales_are_the_right_ones_however_tokens_are_spread(template: str, sizes: list[int]) -> None:
+    problem = spread(sizes, 768, 512, "2d3d", dtype="e4m3")
     inputs: dict[str, Any] = dict(GROUPED.inputs(problem, "cuda", 0))
     reason = accuracy.why_wrong(
         run(problem, template, inputs), GROUPED.reference(problem, inputs), GROUPED.eager(problem, inputs)

@@ -173,7 +173,13 @@ def normal_tensors(device: torch.device | str, seed: int) -> Callable[[tuple[int
     if torch.device(device).type == "meta":
         return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
-    return lambda shape, dtype: torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+    def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if dtype.itemsize == 1:  # torch draws none of 8 bits
+            return torch.randn(shape, device=device, generator=generator).to(dtype)
+        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+    return drawn
 
 
 def why_other_tensors(

@@ -88,7 +88,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
             return Resources(shared + _COMPILER_STATE, 0, threads, p["block_m"] * p["block_n"] // threads)
         consumers = _consumers(p)
         rows, columns = p["block_m"] // consumers, _columns(problem, p) // p["epilogue_subtiles"]
-        bias = 4 * columns if "bias" in problem.epilogue_parts else 0
+        bias = 4 * columns if "bias" in problem.epilogue_parts or problem.scaled else 0
         staging = consumers * rows * columns * out_item  # with pointers, where a tile changes its layout
         barriers = 2 * p["num_stages"]
         return Resources(
@@ -103,6 +103,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
         form, parts = problem.gathered, problem.epilogue_parts
         activation = next((GATED.get(part, part) for part in parts if part in (*ACTIVATIONS, *GATED)), "none")
         product = "A[rows][e] @ B[e]" if problem.form == "gather" else "A[e] @ B[e]"
+        product = f"scales[e] * ({product})" if problem.scaled else product
         product += " + bias[e]" if "bias" in parts else ""
         formula = f"{activation}(gate) * up, gate and up the halves of {product}," if problem.gated else product
         if activation != "none" and not problem.gated:
@@ -116,6 +117,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
             "gather": problem.form == "gather",
             "has_bias": "bias" in parts,
             "has_scale": False,
+            "scaled": problem.scaled,
             "has_residual": False,
             "activation": activation,
             "a_transposed": problem.a_transposed,
@@ -189,11 +191,17 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
         for name, transposed in (("a", problem.a_transposed), ("b", problem.b_transposed)):
             *lead, rows, columns = shapes[name]
             tensors[name] = normal((*lead, columns, rows), dtype).mT if transposed else normal(shapes[name], dtype)
+        if problem.scaled:
+            for name, shape in (("scale_a", (problem.ROWS,)), ("scale_b", (problem.E, problem.N))):
+                tensors[name] = normal(shape, torch.float32).abs_().add_(0.5)
         if problem.form != "2d2d" and torch.device(device).type != "meta":
             scales = 1.0 + torch.arange(problem.E, device=device) / max(1, problem.E)
-            tensors["a" if problem.form == "3d2d" else "b"].mul_(scales.to(dtype)[:, None, None])
+            if problem.scaled:
+                tensors["scale_b"].mul_(scales[:, None])
+            else:
+                tensors["a" if problem.form == "3d2d" else "b"].mul_(scales.to(dtype)[:, None, None])
         if "bias" in problem.epilogue_parts:
-            tensors["bias"] = normal((problem.E, problem.N), dtype)
+            tensors["bias"] = normal((problem.E, problem.N), torch_dtype(problem.bias_dtype))
         if problem.form == "gather":  # each row once, in any order: the most that there may be to read
             order = torch.randperm(problem.ROWS, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
             tensors["rows"] = order.to(device)
@@ -244,7 +252,10 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
             if "a" in tensors and tensors["a"].dim():  # of any number of rows
                 shapes["a"] = (tensors["a"].shape[0], problem.K)
         if "bias" in problem.epilogue_parts:
-            shapes["bias"], dtypes["bias"] = (problem.E, problem.N), problem.dtype
+            shapes["bias"], dtypes["bias"] = (problem.E, problem.N), problem.bias_dtype
+        if problem.scaled:
+            shapes["scale_a"], shapes["scale_b"] = (problem.ROWS,), (problem.E, problem.N)
+            dtypes["scale_a"] = dtypes["scale_b"] = torch.float32
         reason = why_other_tensors(tensors, shapes, dtypes)
         if reason:
             return reason
@@ -256,7 +267,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
         self, problem: GroupedGemmProblem, config: Config, tensors: Tensors, out: torch.Tensor
     ) -> str | None:
         """See `Operator.launchable`: unit strides as the layout says, and what TMA asks of the others."""
-        for name in ("rows", "offs", "counts", "bias"):
+        for name in ("rows", "offs", "counts", "bias", "scale_a", "scale_b"):
             if name in tensors and not tensors[name].is_contiguous():
                 return f"{name} is not contiguous"
         if out.shape[-2] > 1 and out.stride(-2) < out.shape[-1]:

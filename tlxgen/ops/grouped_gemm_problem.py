@@ -30,6 +30,7 @@ EPILOGUES = ("none", "bias", *(f"{bias}{name}" for bias in ("", "bias+") for nam
 _GATED_FORMS = ("2d3d", "masked", "gather")
 
 _LAYOUTS = {"3d2d": "nt", "2d2d": "tn"}  # by form, where it is not nn
+_EIGHT_BITS = "nt"  # the layout of 8-bit operands: tensor cores take those with K contiguous alone
 _SPREAD = "dirichlet"
 _EMPTY = 16  # one expert in so many has no tokens, unless they are spread evenly
 _LARGEST = 2**31 - 1024  # tile offsets are 32-bit and run up to one tile past the end
@@ -64,6 +65,9 @@ class GroupedGemmProblem(Problem):
     columns of the product for the gate and the others for up. N stays the columns of weights, product and bias, so that
     it means the same with and without them; C has N / 2 columns. They are for forms 2d3d, masked and gather.
 
+    Of e4m3, 8-bit floats, rows of A and columns of B have a scale each, `scale_a` (ROWS,) and `scale_b` (E, N), float32,
+    which the product is multiplied by before anything is added. Form 2d3d in layout nt, and C in bf16, as torch has it.
+
     `group_sizes` is how tokens are spread when a kernel is tuned, and no rule for a call: `even`, `dirichlet` (shares
     from Dirichlet(1)) or `zipf` (shares 1/1, 1/2, 1/3, ... in random order), the latter two with one expert in sixteen
     empty, or the number of each expert's tokens, joined by commas.
@@ -79,7 +83,7 @@ class GroupedGemmProblem(Problem):
     ROWS: int = Field(ge=0, le=_MOST_TOKENS)
     N: int = Field(ge=0, le=_LARGEST)
     K: int = Field(ge=0, le=_LARGEST)
-    dtype: Literal["bf16", "fp16"] = "bf16"
+    dtype: Literal["bf16", "fp16", "e4m3"] = "bf16"
     out_dtype: DType = "bf16"
     form: Form = "2d3d"
     layout: Layout = "nn"
@@ -93,8 +97,9 @@ class GroupedGemmProblem(Problem):
         """Of fields that depend on others."""
         data = {name: value for name, value in data.items() if value is not None}
         form = data.get("form", "2d3d")
-        data.setdefault("out_dtype", data.get("dtype", "bf16"))
-        data.setdefault("layout", _LAYOUTS.get(form, "nn") if isinstance(form, str) else "nn")
+        dtype = dtype_name(data.get("dtype", "bf16"))
+        data.setdefault("out_dtype", _default_out(dtype))
+        data.setdefault("layout", _default_layout(form, dtype))
         data.setdefault("group_sizes", _default_spread(form))
         if form == "masked" and "ROWS" in data:
             data.setdefault("max_rows", data["ROWS"])
@@ -114,6 +119,11 @@ class GroupedGemmProblem(Problem):
 
     @model_validator(mode="after")
     def _consistent(self) -> GroupedGemmProblem:
+        if self.scaled and (self.form, self.layout, self.out_dtype) != ("2d3d", _EIGHT_BITS, "bf16"):
+            told = f"form {self.form}, layout {self.layout}, out_dtype {self.out_dtype}"
+            raise ValueError(
+                f"dtype {self.dtype} is for form 2d3d, layout {_EIGHT_BITS} and out_dtype bf16, not {told}"
+            )
         if self.form == "3d2d" and "bias" in self.epilogue_parts:
             raise ValueError(f"epilogue {self.epilogue!r}: columns are tokens in form 3d2d, which takes no bias")
         if self.gated and self.form not in _GATED_FORMS:
@@ -159,6 +169,16 @@ class GroupedGemmProblem(Problem):
         return any(part in GATED for part in self.epilogue_parts)
 
     @property
+    def scaled(self) -> bool:
+        """Whether rows of A and columns of B have scales: where the dtype has too little range of its own."""
+        return self.dtype == "e4m3"
+
+    @property
+    def bias_dtype(self) -> str:
+        """That of the operands, or of the result where those have scales."""
+        return self.out_dtype if self.scaled else self.dtype
+
+    @property
     def a_transposed(self) -> bool:
         """Whether columns of A's matrices are contiguous."""
         return self.layout[0] == "t"
@@ -201,7 +221,7 @@ class GroupedGemmProblem(Problem):
     def label(self) -> str:
         """As on the command line, with what differs from the defaults: `grouped_gemm 8 8192 14336 4096 bf16 nn`."""
         words = ["grouped_gemm", self.E, self.ROWS, self.N, self.K, self.dtype, self.layout]
-        words += [f"out={self.out_dtype}"] if self.out_dtype != self.dtype else []
+        words += [f"out={self.out_dtype}"] if self.out_dtype != _default_out(self.dtype) else []
         words += [f"form={self.form}"] if self.form != "2d3d" else []
         words += [f"epilogue={self.epilogue}"] if self.epilogue != "none" else []
         words += [f"max_rows={self.max_rows}"] if self.form == "masked" else []
@@ -218,6 +238,16 @@ class GroupedGemmProblem(Problem):
             name = "out_dtype" if name == "out" else name
             fields[name] = int(value) if name == "max_rows" and value.isdecimal() else value
         return parse_problem(cls, [int(word) if word.isdecimal() else word for word in words[:4]], fields)
+
+
+def _default_out(dtype: Any) -> Any:
+    return "bf16" if dtype == "e4m3" else dtype
+
+
+def _default_layout(form: Any, dtype: Any) -> str:
+    if dtype == "e4m3":
+        return _EIGHT_BITS
+    return _LAYOUTS.get(form, "nn") if isinstance(form, str) else "nn"
 
 
 def _default_spread(form: Any) -> str:

@@ -23,8 +23,13 @@ def reference(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
     import torch
 
     result = torch.full(problem.shapes["c"], float("nan"), dtype=torch.float64, device=inputs["a"].device)
-    for expert, a, b, c in _experts(problem.gathered, _gathered(problem, inputs), result):
+    inputs = _gathered(problem, inputs)
+    if problem.scaled:
+        inputs = {**inputs, "a": inputs["a"].double() * inputs["scale_a"].double()[:, None]}
+    for expert, a, b, c in _experts(problem.gathered, inputs, result):
         product = a.double() @ b.double()
+        if problem.scaled:
+            product = product * inputs["scale_b"][expert].double()
         if "bias" in problem.epilogue_parts:
             product = product + inputs["bias"][expert].double()
         c.copy_(_activated(problem, product))
@@ -35,7 +40,7 @@ def eager(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
     """The result of torch's own kernels, rounded to the dtype before the epilogue, without a question to the host.
 
     A gated activation is computed in the dtype, as layers in torch do: its two operations stream through memory.
-    That is `torch._grouped_mm`, of operands that are copied where it does not take them as they lie, or the product of
+    That is `torch._grouped_mm`, or `torch._scaled_grouped_mm` of 8-bit operands on a GPU, of operands that are copied where it does not take them as they lie, or the product of
     all rows in form masked. Where torch has no grouped product, one product after another, which waits for the device.
     """
     inputs = _gathered(problem, inputs)
@@ -56,6 +61,8 @@ def _product(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
     import torch
 
     a, b = inputs["a"], inputs["b"]
+    if problem.scaled:
+        return _scaled_product(problem, inputs)
     if problem.form in ("masked", "3d3d"):
         return torch.bmm(a, b)
     if problem.empty or not hasattr(torch, "_grouped_mm"):
@@ -69,6 +76,24 @@ def _product(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
     if problem.form == "3d2d":  # transposed, since torch wants columns of the result to end at multiples of 16 bytes
         return torch._grouped_mm(_taken(b.mT), _taken(a.mT), offs=inputs["offs"])[:, : problem.N].mT  # noqa: SLF001
     return torch._grouped_mm(_taken(a), _taken(b), offs=inputs["offs"])[:, : problem.N]  # noqa: SLF001
+
+
+def _scaled_product(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
+    """With tensor cores' own sums, as kernels have them; torch has a kernel of Hopper's and newer GPUs alone."""
+    import torch
+
+    a, b, scale_a, scale_b = (inputs[name] for name in ("a", "b", "scale_a", "scale_b"))
+    if problem.empty or a.device.type != "cuda" or not hasattr(torch, "_scaled_grouped_mm"):
+        result = torch.zeros(_product_shape(problem), dtype=torch.bfloat16, device=a.device)
+        for expert, one, other, c in _experts("2d3d", {**inputs, "a": a.float() * scale_a[:, None]}, result):
+            c.copy_((one @ other.float()) * scale_b[expert])
+        return result
+    taken, padding = _taken(b), (0, -problem.N % _ALIGNMENT)
+    scale_b = torch.nn.functional.pad(scale_b, padding).contiguous()
+    result = torch._scaled_grouped_mm(  # noqa: SLF001 - its oldest name
+        _taken(a), taken, scale_a, scale_b, offs=inputs["offs"], out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return result[:, : problem.N]
 
 
 def _product_shape(problem: GroupedGemmProblem) -> tuple[int, ...]:
