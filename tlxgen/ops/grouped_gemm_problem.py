@@ -65,8 +65,8 @@ class GroupedGemmProblem(Problem):
     columns of the product for the gate and the others for up. N stays the columns of weights, product and bias, so that
     it means the same with and without them; C has N / 2 columns. They are for forms 2d3d, masked and gather.
 
-    Of e4m3, 8-bit floats, rows of A and columns of B have a scale each, `scale_a` (ROWS,) and `scale_b` (E, N), float32,
-    which the product is multiplied by before anything is added. Form 2d3d in layout nt, and C in bf16, as torch has it.
+    Of e4m3, 8-bit floats, rows of A and columns of B have a scale each, `scale_a` (ROWS,) and `scale_b` (E, N) in
+    float32, by which the product is multiplied before anything is added. Form 2d3d, layout nt, C in bf16: as in torch.
 
     `group_sizes` is how tokens are spread when a kernel is tuned, and no rule for a call: `even`, `dirichlet` (shares
     from Dirichlet(1)) or `zipf` (shares 1/1, 1/2, 1/3, ... in random order), the latter two with one expert in sixteen

@@ -40,8 +40,9 @@ def eager(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
     """The result of torch's own kernels, rounded to the dtype before the epilogue, without a question to the host.
 
     A gated activation is computed in the dtype, as layers in torch do: its two operations stream through memory.
-    That is `torch._grouped_mm`, or `torch._scaled_grouped_mm` of 8-bit operands on a GPU, of operands that are copied where it does not take them as they lie, or the product of
-    all rows in form masked. Where torch has no grouped product, one product after another, which waits for the device.
+    The product is `torch._grouped_mm`, or on a GPU `torch._scaled_grouped_mm` where operands have scales, of operands
+    that are copied where it does not take them as they lie; or the product of all rows in form masked. Where torch has
+    no grouped product, it is one product after another, which waits for the device.
     """
     inputs = _gathered(problem, inputs)
     product = _product(problem, inputs)
