@@ -42,6 +42,7 @@ class RecordedCard:
     falls: bool = False  # whether nothing survives timing any more
     verdicts: dict[Config, Verdict] = field(default_factory=dict)
     launch_us: float = 1.0  # the rough look of every gate
+    seed: int = 0
     gated: list[Config] = field(default_factory=list)
     sources: dict[str, KernelSource] = field(default_factory=dict)
     faults: dict[str, Verdict] = field(default_factory=dict)

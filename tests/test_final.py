@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tlxgen.config import Config
-from tlxgen.final import complexity, lead_is_noise, winner
+from tlxgen.final import complexity, lead_is_noise, steadiest, winner
 from tlxgen.trials import Timing
 
 ROUNDS = 25
@@ -132,3 +132,25 @@ class TestComplexity:
 
     def test_is_known_for_templates_without_those_parameters(self) -> None:
         assert complexity(Config(template="vector_add_vanilla", params={"block": 1024})) == (1, 0)
+
+
+class TestSteadiest:
+    def test_is_the_one_that_loses_least_where_it_loses_most(self) -> None:
+        here = {SIMPLE: timing([100.0] * 3), MORE_STAGES: timing([103.0] * 3), COMPLEX: timing([104.0] * 3)}
+        there = {SIMPLE: timing([120.0] * 3), MORE_STAGES: timing([102.0] * 3), COMPLEX: timing([100.0] * 3)}
+        config, loss = steadiest([here, there])
+        assert config == MORE_STAGES
+        assert loss == pytest.approx(0.03)
+
+    def test_of_equals_is_the_incumbent_or_the_fastest_in_the_first(self) -> None:
+        here = {SIMPLE: timing([100.0] * 3), MORE_STAGES: timing([100.3] * 3)}
+        assert steadiest([here, here])[0] == SIMPLE
+        assert steadiest([here, here], MORE_STAGES)[0] == MORE_STAGES
+        there = {SIMPLE: timing([100.0] * 3), MORE_STAGES: timing([101.0] * 3)}
+        assert steadiest([here, there], MORE_STAGES)[0] == SIMPLE
+
+    def test_is_none_that_was_not_timed_everywhere(self) -> None:
+        here = {SIMPLE: timing([100.0] * 3), MORE_STAGES: timing([110.0] * 3)}
+        assert steadiest([here, {MORE_STAGES: timing([100.0] * 3)}])[0] == MORE_STAGES
+        with pytest.raises(ValueError, match="no config"):
+            steadiest([here, {}])

@@ -445,3 +445,77 @@ class TestEndings:
     def test_a_size_of_zero_is_refused(self, store: Store) -> None:
         with pytest.raises(InvalidProblemError, match="K = 0"):
             candidates(problem((8, 8, 0)), H200)
+
+
+class TestTwins:
+    """A grouped GEMM whose calls may have their tokens spread in any way."""
+
+    SIZES = (64, 8192, 2048, 7168)
+
+    def problem(self, spread: str | None = None) -> Any:
+        return ops.get("grouped_gemm").problem(self.SIZES, layout="nt", group_sizes=spread)
+
+    @pytest.fixture
+    def configs(self) -> list[Config]:
+        return candidates(self.problem(), H200)[:8]
+
+    def others(self) -> dict[Config, float]:
+        """Everything legal, and slow."""
+        return dict.fromkeys(candidates(self.problem(), H200), 400.0)
+
+    def tuned(
+        self,
+        times: dict[str, dict[Config, float]],
+        store: Store,
+        monkeypatch: pytest.MonkeyPatch,
+        spread: str | None = None,
+    ) -> TuneResult:
+        child = SimpleNamespace(alive=True)
+        cards = {name: RecordedCard(by_config, 200.0, noise=0.0, child=child) for name, by_config in times.items()}
+        monkeypatch.setattr(tune, "Card", lambda _operator, problem, _seed: cards[problem.group_sizes])
+        monkeypatch.setattr(tune, "CompilePool", lambda *_, **__: InstantPool())
+        return tune.tune(self.problem(spread), store, budget=Budget(8, 600))
+
+    def test_the_winner_is_fast_on_each(
+        self, configs: list[Config], store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, second, third = configs[:3]
+        slow = self.others()
+        times = {
+            "dirichlet": {**slow, first: 100.0, second: 102.0, third: 104.0},
+            "even": {**slow, first: 130.0, second: 103.0, third: 100.0},
+            "zipf": {**slow, first: 100.0, second: 101.0, third: 120.0},
+        }
+        result = self.tuned(times, store, monkeypatch)
+        assert result.record.config == second
+        assert result.loss == pytest.approx(0.03)
+        assert result.record.time_us == pytest.approx(102.0)  # of the problem itself
+        assert result.record.key.problem["group_sizes"] == "dirichlet"
+
+    def test_who_says_how_tokens_are_spread_gets_the_fastest_for_that(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fastest = candidates(self.problem("even"), H200)[5]
+        result = self.tuned({"even": {**self.others(), fastest: 100.0}}, store, monkeypatch, "even")
+        assert result.record.config == fastest
+        assert result.loss is None
+
+    def test_the_twins_own_winners_take_part(
+        self, configs: list[Config], store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Although the search never came to them."""
+        late = candidates(self.problem(), H200)[30]
+        even = self.tuned({"even": self.others()}, store, monkeypatch, "even").record
+        store.put(even.model_copy(update={"config": late}))
+        alike = {**self.others(), late: 101.0, configs[0]: 100.0}
+        times = {"dirichlet": alike, "even": {**alike, configs[0]: 110.0}, "zipf": alike}
+        assert self.tuned(times, store, monkeypatch).record.config == late
+
+    def test_a_config_that_fails_on_a_twin_is_out(
+        self, configs: list[Config], store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, second = configs[:2]
+        everything = {**self.others(), first: 100.0, second: 101.0}
+        without = {config: time for config, time in everything.items() if config != first}
+        times = {"dirichlet": everything, "even": everything, "zipf": without}
+        assert self.tuned(times, store, monkeypatch).record.config == second

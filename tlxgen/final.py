@@ -10,6 +10,7 @@ from tlxgen.config import Config
 from tlxgen.trials import Timing
 
 _RESAMPLES = 2000
+_ALIKE = 0.005
 _ERROR_RATE = 0.05  # of calling noise a lead, over all comparisons of one final
 
 
@@ -40,6 +41,33 @@ def winner(timed: Mapping[Config, Timing], incumbent: Config | None = None) -> C
     if incumbent in equals and incumbent is not None:
         return incumbent
     return min(equals, key=lambda config: (complexity(config), timed[config].time_us))
+
+
+def steadiest(timed: Sequence[Mapping[Config, Timing]], incumbent: Config | None = None) -> tuple[Config, float]:
+    """The config that loses least to the best one where it loses most, and how much that is, as a fraction.
+
+    Of those that lose alike, within half a percent, it is the incumbent, else the fastest in the first measurement.
+
+    Args:
+        timed: one measurement for each problem; configs that are missing from one are out.
+        incumbent: the one that serves so far.
+
+    Raises:
+        ValueError: no config was timed in all.
+    """
+    best = [min(timing.relative for timing in one.values()) for one in timed if one]
+    losses = {
+        config: max(one[config].relative / least for one, least in zip(timed, best, strict=True)) - 1.0
+        for config in (timed[0] if all(timed) else ())
+        if all(config in one for one in timed)
+    }
+    if not losses:
+        raise ValueError("no config was timed on every problem")
+    least = min(losses.values())
+    alike = [config for config, loss in losses.items() if loss <= least + _ALIKE]
+    chosen = incumbent if incumbent in alike else min(alike, key=lambda config: timed[0][config].time_us)
+    assert chosen is not None
+    return chosen, losses[chosen]
 
 
 def complexity(config: Config) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +37,8 @@ _SEMIFINAL_ROUNDS = 11
 _SEMIFINALISTS = 24
 _FINAL_ROUNDS = 31
 _FINALISTS = 8
+_RIVALS = 6  # of the finalists, those that are compared on the problem's twins too
+_RIVAL = 0.15  # which are no slower than the fastest by more than this
 
 #: Failures that say more of the machine than of the candidate; they are tried again.
 _TRANSIENT = {"timeout", "killed", "out_of_memory", "gpu_lost"}
@@ -95,6 +97,7 @@ class TuneResult:
     interrupted: bool
     finalists: dict[Config, Timing]
     disturbed: str = ""  #: what says that something else ran on the card during the final
+    loss: float | None = None  #: to the best config, on the twin where the winner loses most; None without twins
 
 
 def rank(
@@ -419,7 +422,9 @@ class _Run:
             leaders = sorted(semifinal, key=lambda config: semifinal[config].time_us)
         default = [config for config in self.legal[:1] if config in self.relative]
         incumbent = [self.incumbent.config] if self.incumbent else []
-        finalists = list(dict.fromkeys([*leaders[:_FINALISTS], *default, *incumbent]))
+        twins = () if interrupted else self.operator.twins(self.problem)
+        favourites = [config for twin in twins for config in self._stored(twin)]
+        finalists = list(dict.fromkeys([*leaders[:_FINALISTS], *default, *incumbent, *favourites]))
         rounds = _SEMIFINAL_ROUNDS if interrupted else _FINAL_ROUNDS
         timed = self._timings(finalists, rounds)
         if self._disturbance(timed):  # may have passed
@@ -429,12 +434,46 @@ class _Run:
                 self.store.mark_bad(self.key, "it did not survive the final comparison")
             raise TuningError(_nothing_works(self.problem, self.state))
         disturbed = self._disturbance(timed)
-        best = final.winner(timed, self.incumbent.config if self.incumbent else None)
+        best, loss = self._winner(timed, () if disturbed else twins, favourites)
         record = self._record(best, timed[best], _LOOK_PROTOCOL if disturbed else PROTOCOL)
         self.state.best, self.state.best_us, self.state.best_ratio = best, record.time_us, record.ratio
         # A disturbed final decides nothing: its winner serves until the next run, but displaces no other's.
         stored = (not disturbed or self.incumbent is None) and self.store.put(record)
-        return TuneResult(record, stored, self.state, interrupted, timed, disturbed)
+        return TuneResult(record, stored, self.state, interrupted, timed, disturbed, loss)
+
+    def _winner(
+        self, timed: dict[Config, Timing], twins: Sequence[Problem], favourites: Sequence[Config]
+    ) -> tuple[Config, float | None]:
+        """The fastest, or of a problem with twins the one that loses least on any of them; and what it loses."""
+        incumbent = self.incumbent.config if self.incumbent else None
+        if not twins:
+            return final.winner(timed, incumbent), None
+        order = sorted(timed, key=lambda config: timed[config].time_us)
+        near = [config for config in order if timed[config].time_us <= (1 + _RIVAL) * timed[order[0]].time_us]
+        rivals = list(dict.fromkeys([*(config for config in favourites if config in near), *near]))[:_RIVALS]
+        everywhere = [{config: timed[config] for config in rivals}, *(self._timed_on(twin, rivals) for twin in twins)]
+        try:
+            return final.steadiest(everywhere, incumbent)
+        except ValueError:  # none went through all of it
+            return final.winner(timed, incumbent), None
+
+    def _stored(self, twin: Problem) -> list[Config]:
+        """The config that is stored for a twin, if it is one of ours."""
+        record = self.store.get(tuning_key(twin, self.report.gpu.key))
+        return [record.config] if record is not None and record.config in self.legal else []
+
+    def _timed_on(self, twin: Problem, configs: Sequence[Config]) -> dict[Config, Timing]:
+        """One measurement of another problem, in the same process; what it knew of ours is gone then."""
+        card = Card(twin.operator, twin, self.card.seed)
+        card.child = self.card.child
+        card.setup()
+        passed = {
+            config.id: config
+            for config in configs
+            if card.gate(config.id, emit(self.operator, twin, config)).status == "ok"
+        }
+        found = timings(card.measure(list(passed), _SEMIFINAL_ROUNDS)) if passed else {}
+        return {passed[name]: timing for name, timing in found.items()}
 
     def _disturbance(self, timed: dict[Config, Timing]) -> str:
         return disturbance(timed.values(), self.neighbours() - self.processes)

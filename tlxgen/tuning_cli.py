@@ -253,6 +253,7 @@ def as_dict(result: TuneResult) -> dict[str, Any]:
         "seconds": round(state.elapsed, 1),
         "interrupted": result.interrupted,
         "disturbed": result.disturbed,
+        "loss": result.loss,
     }
 
 
@@ -274,6 +275,8 @@ def describe(problem: Problem, result: TuneResult) -> str:
     failures = ", ".join(f"{count} {kind}" for kind, count in state.failures.most_common()) or "none failed"
     earlier = f" ({state.resumed} in earlier runs)" if state.resumed else ""
     lines.append(f"  {state.tried} of {state.legal} legal candidates tried{earlier}, {failures}; {state.elapsed:.0f} s")
+    if result.loss is not None:
+        lines.append(f"  at most {result.loss:.1%} slower than the best config, for other data of the same shape too")
     if result.disturbed:
         lines.append(
             f"  not a quiet GPU: {result.disturbed}; what was measured is provisional: run the same command again"

@@ -108,6 +108,13 @@ class Operator(ABC, Generic[P]):
     def predict_us(self, problem: P, config: Config, gpu: Any) -> float:
         """Analytic time of a config on a GPU, in microseconds: good for ranking, never stored as measured."""
 
+    def twins(self, problem: P) -> Sequence[P]:
+        """Problems that a call of this one may be as well: what tells them apart, only the device knows.
+
+        One row serves them all, so a winner has to be fast on each.
+        """
+        return ()
+
     @abstractmethod
     def inputs(self, problem: P, device: torch.device | str, seed: int) -> Tensors:
         """Fresh random inputs (meta tensors for device `meta`), without the output."""

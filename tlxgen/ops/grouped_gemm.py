@@ -16,7 +16,7 @@ from tlxgen.devices import Gpu, Hopper
 from tlxgen.ops import grouped_gemm_torch
 from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors, why_other_tensors
 from tlxgen.ops.gemm import ACTIVATIONS, CONSUMER_REGISTERS
-from tlxgen.ops.grouped_gemm_problem import GATED, GroupedGemmProblem, drawn_sizes
+from tlxgen.ops.grouped_gemm_problem import CLASSES, GATED, SPREAD, GroupedGemmProblem, drawn_sizes
 from tlxgen.problem import ITEM_BYTES, parse_problem, torch_dtype
 
 if TYPE_CHECKING:
@@ -178,6 +178,12 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
         products = [problem.product(size) for size in drawn_sizes(problem)]
         out_item = ITEM_BYTES[problem.out_dtype] // (2 if problem.gated else 1)
         return model.grouped_gemm_us(products, problem.dtype, out_item, config, gpu, self.bytes_moved(problem))
+
+    def twins(self, problem: GroupedGemmProblem) -> Sequence[GroupedGemmProblem]:
+        """See `Operator.twins`: of a problem that says nothing of how tokens are spread, the other spreads."""
+        if problem.group_sizes != SPREAD or problem.form == "3d3d":
+            return ()
+        return [problem.model_copy(update={"group_sizes": name}) for name in CLASSES if name != SPREAD]
 
     def inputs(self, problem: GroupedGemmProblem, device: torch.device | str, seed: int) -> Tensors:
         """Random A and B, laid out as the problem says, tokens spread as `group_sizes` says, and a bias if it has one.

@@ -19,6 +19,9 @@ Form = Literal["2d3d", "3d2d", "2d2d", "3d3d", "masked", "gather"]
 #: How tokens may be spread over experts, if not by their numbers.
 CLASSES = ("even", "dirichlet", "zipf")
 
+#: How they are, of a problem that does not say.
+SPREAD = "dirichlet"
+
 #: Gated activations, by the activation of the gate: the left half of the columns is the gate, the right half is
 #: multiplied by it (Shazeer, GLU Variants Improve Transformer, 2020).
 GATED = {"swiglu": "silu", "geglu": "gelu"}
@@ -31,7 +34,6 @@ _GATED_FORMS = ("2d3d", "masked", "gather")
 
 _LAYOUTS = {"3d2d": "nt", "2d2d": "tn"}  # by form, where it is not nn
 _EIGHT_BITS = "nt"  # the layout of 8-bit operands: tensor cores take those with K contiguous alone
-_SPREAD = "dirichlet"
 _EMPTY = 16  # one expert in so many has no tokens, unless they are spread evenly
 _LARGEST = 2**31 - 1024  # tile offsets are 32-bit and run up to one tile past the end
 _MOST_EXPERTS = 2**16
@@ -89,7 +91,7 @@ class GroupedGemmProblem(Problem):
     layout: Layout = "nn"
     epilogue: str = "none"
     max_rows: int = Field(default=0, ge=0, le=_MOST_TOKENS)
-    group_sizes: str = _SPREAD
+    group_sizes: str = SPREAD
 
     @model_validator(mode="before")
     @classmethod
@@ -251,7 +253,7 @@ def _default_layout(form: Any, dtype: Any) -> str:
 
 
 def _default_spread(form: Any) -> str:
-    return "even" if form == "3d3d" else _SPREAD
+    return "even" if form == "3d3d" else SPREAD
 
 
 def drawn_sizes(problem: GroupedGemmProblem) -> tuple[int, ...]:
