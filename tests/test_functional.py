@@ -721,6 +721,90 @@ class TestBeyondTorch:
             attention(*tensors, scale=math.inf, return_lse=True)
 
 
+class TestSecondCalls:
+    """Of what a kernel took before: whatever could make a difference is looked at again."""
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_give_the_same(self, form: str, served: Served) -> None:
+        shape_q, shape_k, options = FORMS[form]
+        for _ in range(3):
+            with torch.no_grad():
+                tensors = inputs(shape_q, shape_k)
+                found = scaled_dot_product_attention(*tensors, **options)
+                expected = F.scaled_dot_product_attention(*tensors, **options)
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+            assert found.shape == expected.shape
+        assert len(served.launched) == 3
+
+    def test_of_either_diagonal_are_told_apart(self, served: Served) -> None:
+        q, k = normal(2, 3, 16), normal(2, 5, 16)
+        first = [attention(q, k, k, causal=causal) for causal in ("none", "top-left", "bottom-right")]
+        for _ in range(2):
+            for causal, expected in zip(("none", "top-left", "bottom-right"), first, strict=True):
+                assert torch.equal(attention(q, k, k, causal=causal), expected)
+        assert not torch.equal(first[1], first[2])
+
+    def test_of_each_scale_window_and_softcap_are_told_apart(self, served: Served) -> None:
+        q = normal(2, 6, 16)
+        ways: list[dict[str, Any]] = [
+            {},
+            {"scale": 0.5},
+            {"scale": -0.5},
+            {"scale": 1},
+            {"softcap": 1.0},
+            {"causal": "bottom-right"},
+            {"causal": "bottom-right", "window": 1},
+            {"causal": "bottom-right", "window": 2},
+        ]
+        first = [attention(q, q, q, **way) for way in ways]
+        assert len({tuple(one.float().flatten().tolist()) for one in first}) == len(ways)
+        for _ in range(2):
+            for way, expected in zip(ways, first, strict=True):
+                assert torch.equal(attention(q, q, q, **way), expected)
+
+    def test_with_the_log_sum_exp_have_it(self, served: Served) -> None:
+        q = normal(2, 2, 6, 16)
+        for _ in range(3):
+            out, lse = attention(q, q, q, return_lse=True)
+            assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 2, 6), torch.float32)
+            assert isinstance(attention(q, q, q), Tensor)
+        for _ in range(3):
+            assert attention(q[0], q[0], q[0], return_lse=True)[1].shape == (2, 6)
+
+    def test_of_wrong_options_are_refused(self, served: Served) -> None:
+        q = normal(2, 6, 16)
+        for _ in range(3):
+            attention(q, q, q, causal="bottom-right", window=1)
+            attention(q, q, q, scale=1.0)
+        with pytest.raises(InvalidProblemError):
+            attention(q, q, q, causal="bottom-right", window=True)
+        with pytest.raises(LaunchError):
+            attention(q, q, q, scale=True)
+
+    def test_heads_between_rows_stay_there(self, served: Served) -> None:
+        for _ in range(3):
+            q = normal(2, 6, 3, 16).transpose(1, 2)
+            assert attention(q, q, q).stride() == q.stride()
+
+    def test_have_gradients_once_they_are_recorded(self, served: Served) -> None:
+        q = normal(2, 6, 16).requires_grad_()
+        with torch.no_grad():
+            for _ in range(3):
+                assert attention(q, q, q).grad_fn is None
+                assert scaled_dot_product_attention(q, q, q).grad_fn is None
+        assert attention(q, q, q).grad_fn is not None
+        assert scaled_dot_product_attention(q, q, q).grad_fn is not None
+
+    def test_know_transforms_and_tangents(self, served: Served) -> None:
+        q = normal(2, 6, 16)
+        for _ in range(3):
+            attention(q, q, q)
+        with pytest.raises(LaunchError), torch.autograd.forward_ad.dual_level():
+            attention(q, q, q)
+        with pytest.raises(LaunchError):
+            torch.vmap(lambda x: attention(x, x, x))(normal(4, 2, 6, 16))
+
+
 class TestCompiled:
     @pytest.mark.slow
     def test_code_leaves_its_graph_for_the_call(self, served: Served) -> None:

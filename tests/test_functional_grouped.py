@@ -285,3 +285,52 @@ def test_a_problem_is_looked_up_once_for_each_shape(served: Served, monkeypatch:
     assert len(looked_up) == 1
     grouped_mm(a[:8], b, offs=ENDS.clamp(max=8))
     assert len(looked_up) == 2
+
+
+class TestSecondCalls:
+    """Of what a kernel took before."""
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_give_the_same(self, form: str, served: Served) -> None:
+        a, b, offs = operands(form)
+        expected = theirs(a, b, offs=offs)
+        for _ in range(3):
+            torch.testing.assert_close(grouped_mm(a, b, offs=offs), expected)
+        assert len(served.launched) == 3
+
+    def test_have_rows_padded_as_torchs(self, served: Served) -> None:
+        a, weights, offs = operands("2d3d")
+        for _ in range(3):
+            result = grouped_mm(a, weights[..., :20], offs=offs)
+            assert result.stride() == (24, 1)
+            torch.testing.assert_close(result, theirs(a, weights, offs=offs)[:, :20])
+
+    def test_gather_or_take_rows_in_order(self, served: Served) -> None:
+        a, b, offs = operands("2d3d")
+        assert offs is not None
+        rows = torch.arange(ROWS, dtype=torch.int32).flip(0)
+        gated = functional_grouped.gated_mm
+        for _ in range(3):
+            plain = gated(a, b, offs=offs, activation="silu")
+            gathered = gated(a, b, offs=offs, activation="silu", rows=rows)
+            other = gated(a, b, offs=offs, activation="gelu")
+            torch.testing.assert_close(gathered, gated(a[rows], b, offs=offs, activation="silu"))
+            assert not torch.equal(plain, gathered)
+            assert not torch.equal(plain, other)
+
+    def test_have_gradients_once_they_are_recorded(self, served: Served) -> None:
+        a, b, offs = operands("2d3d")
+        weight = b.detach().requires_grad_()
+        with torch.no_grad():
+            for _ in range(3):
+                assert grouped_mm(a, weight, offs=offs).grad_fn is None
+        assert grouped_mm(a, weight, offs=offs).grad_fn is not None
+
+    def test_are_refused_as_first_ones(self, served: Served) -> None:
+        a, b, offs = operands("2d3d")
+        for _ in range(3):
+            grouped_mm(a, b, offs=offs)
+        for wrong in (ENDS.long(), ENDS[:2], None):
+            with pytest.raises(RuntimeError):
+                grouped_mm(a, b, offs=wrong)
+        assert len(served.launched) == 3

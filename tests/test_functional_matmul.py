@@ -173,3 +173,56 @@ class TestGradients:
             with mode():
                 assert functional.matmul(a, b).grad_fn is None
         assert len(served.launched) == 2
+
+
+class TestSecondCalls:
+    """Of what a kernel took before: whatever could make a difference is looked at again."""
+
+    def test_give_the_same(self, served: Served) -> None:
+        bias = normal(16)
+        for _ in range(3):
+            x, weight = normal(2, 4, 32), normal(16, 32)
+            assert_close(functional.matmul(x, weight.mT), x @ weight.mT)
+            assert_close(functional.linear(x, weight), torch.nn.functional.linear(x, weight))
+            assert_close(functional.linear(x[0], weight, bias), torch.nn.functional.linear(x[0], weight, bias))
+        assert len(served.launched) == 9
+        assert len(served.asked) == 2
+
+    def test_of_a_square_weight_are_products_or_layers(self, served: Served) -> None:
+        x, weight = normal(8, 32), normal(32, 32)
+        for _ in range(3):
+            assert_close(functional.matmul(x, weight), x @ weight)
+            assert_close(functional.linear(x, weight), x @ weight.mT)
+
+    def test_with_a_bias_are_not_those_without(self, served: Served) -> None:
+        x, weight, bias = normal(8, 32), normal(16, 32), normal(16)
+        for _ in range(3):
+            assert_close(functional.linear(x, weight), torch.nn.functional.linear(x, weight))
+            assert_close(functional.linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
+
+    def test_have_gradients_once_they_are_recorded(self, served: Served) -> None:
+        x, weight = normal(8, 32), normal(16, 32, grad=True)
+        with torch.no_grad():
+            for _ in range(3):
+                assert functional.linear(x, weight).grad_fn is None
+        assert functional.linear(x, weight).grad_fn is not None
+
+    def test_go_to_torch_in_autocast_and_transforms(self, served: Served) -> None:
+        a, b = normal(8, 32), normal(32, 16)
+        for _ in range(3):
+            functional.matmul(a, b)
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert functional.matmul(a, b).dtype == torch.float16
+        batch = normal(4, 8, 32)
+        assert_close(torch.vmap(lambda x: functional.matmul(x, b))(batch), batch @ b)
+        assert len(served.launched) == 3
+
+    def test_go_to_torch_for_a_subclass(self, served: Served) -> None:
+        class Named(Tensor):
+            pass
+
+        a, b = normal(8, 32), normal(32, 16)
+        for _ in range(3):
+            functional.matmul(a, b)
+        assert type(functional.matmul(a.as_subclass(Named), b)) is Named
+        assert len(served.launched) == 3

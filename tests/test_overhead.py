@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,24 +20,30 @@ from tlxgen.devices import target
 H200 = target("h200")
 
 
+class Idle:
+    """A launcher that launches nothing."""
+
+    slim = True
+    indices = None
+
+    def __init__(self, *_: object) -> None:
+        self.lock = threading.Lock()
+
+    def dispatcher(self, *_: object) -> None:
+        pass
+
+    __call__ = dispatcher
+
+
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[None]:
     """A card without memory whose launches do nothing."""
-    launcher = SimpleNamespace(slim=True)
-
-    def launch(*_: object) -> SimpleNamespace:
-        class Launcher(SimpleNamespace):
-            def __call__(self, *_: object) -> None:
-                pass
-
-        return Launcher(**vars(launcher))
-
-    monkeypatch.setattr(plans, "Launcher", launch)
+    monkeypatch.setattr(plans, "Launcher", Idle)
     monkeypatch.setattr(plans, "on_device", lambda _: nullcontext())
     monkeypatch.setattr(plans, "is_capturing", lambda: False)
-    monkeypatch.setattr(plans, "_raw_stream", lambda _: 0)
-    for name, value in {"current_device": 0, "set_device": None, "synchronize": None}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(plans, "raw_stream", lambda _: 0)
+    monkeypatch.setattr(plans, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(runtime, "_refuse_other_devices", lambda *_: None)
     monkeypatch.setattr(runtime, "_current_device", lambda: 0)
     monkeypatch.setattr(devices, "detect", lambda _=None: H200)
@@ -44,7 +51,8 @@ def card(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[
         operator = ops.get(name)
         inputs = operator.inputs
         monkeypatch.setattr(operator, "inputs", lambda problem, _, seed, inputs=inputs: inputs(problem, "meta", seed))
-    monkeypatch.setattr(functional, "attention", lambda *_, **__: None)  # which has no autocast for meta tensors
+    for name in ("attention", "matmul"):
+        monkeypatch.setattr(functional, name, lambda *_, **__: None)  # which have no autocast for meta tensors
     monkeypatch.setattr(overhead, "CALLS", 2)
     monkeypatch.setattr(overhead, "ROUNDS", 2)
     monkeypatch.setattr(overhead, "NEW_LENGTHS", 2)
@@ -66,5 +74,6 @@ def test_every_part_of_a_call_is_timed_and_written(
     assert [row["op"] for row in rows] == ["gemm", "attention", "attention"]
     for row in rows:
         assert {"check", "output", "plan", "arguments", "dispatch", "call", "torch"} <= set(row["host_us"])
+        assert {"alike", "memory", "replay", "call_out", "call_named", "functional"} <= set(row["host_us"])
         assert all(us > 0 for us in [*row["host_us"].values(), row["new_length_us"]])
         assert row["binaries"] >= 1

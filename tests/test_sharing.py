@@ -39,15 +39,20 @@ class Counting:
     """In place of a launcher: counts binaries, and remembers what was launched."""
 
     slim = True
+    indices = None
     made: ClassVar[list[tuple[str, int]]]
     launched: ClassVar[list[tuple[Any, tuple[int, int, int]]]]
 
     def __init__(self, module: Any, args: Any, capability: tuple[int, int]) -> None:
         self.module = module
+        self.lock = threading.Lock()
         self.made.append((module.__name__, len(args)))
 
     def __call__(self, grid: tuple[int, int, int], stream: int, args: Any) -> None:
-        self.launched.append((self.module, grid))
+        self.dispatcher(*grid, stream, *args)
+
+    def dispatcher(self, x: int, y: int, z: int, stream: int, *args: Any) -> None:
+        self.launched.append((self.module, (x, y, z)))
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +61,8 @@ def card(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[
     monkeypatch.setattr(plans, "Launcher", Counting)
     monkeypatch.setattr(plans, "on_device", lambda _: nullcontext())
     monkeypatch.setattr(plans, "is_capturing", lambda: False)
-    monkeypatch.setattr(plans, "_raw_stream", lambda _: 0)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(plans, "raw_stream", lambda _: 0)
+    monkeypatch.setattr(plans, "current_device", lambda: 0)
     monkeypatch.setattr(runtime, "_KIND", "meta")
     monkeypatch.setattr(runtime, "_current_device", lambda: 0)
     monkeypatch.setattr(devices, "detect", lambda _=None: H200)

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,12 +30,29 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 def transformed() -> bool:
     """Whether operations are vectorised or differentiated by what a kernel launch escapes: functorch, dual numbers."""
-    functorch: bool = torch._C._are_functorch_transforms_active()  # noqa: SLF001 - no public way
-    traced: bool = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None  # noqa: SLF001 - the same
-    return functorch or traced or torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001 - the same
+    if _functorch_active() or _dispatch_modes() > 0 or _tracing_state() is not None:
+        return True
+    return forward_ad._current_level >= 0  # noqa: SLF001 - no public way
+
+
+# On the way of every call; none of them has a public name.
+_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+_tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # noqa: SLF001
+#: Whether autocast is on for any kind of device.
+autocast_anywhere: Callable[[], bool] = torch._C._is_any_autocast_enabled  # noqa: SLF001
+
+
+#: Kinds of devices that have autocast, of those that tensors come here on.
+_AUTOCAST = frozenset({"cpu", "cuda"})
+
+
+def autocast(tensor: Tensor) -> bool:
+    """Whether autocast may convert tensors on the device of this one."""
+    kind = tensor.device.type
+    return kind in _AUTOCAST and torch.is_autocast_enabled(kind)
 
 
 def as_given(tensor: Tensor) -> AbstractContextManager[Any]:
     """Where autocast converts nothing; entered only where it would, since that takes its time."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False) if autocast(tensor) else nullcontext()

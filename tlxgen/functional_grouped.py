@@ -8,6 +8,7 @@ The gradients are grouped products themselves, of the operator's other forms, an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from tlxgen.errors import InvalidProblemError
 from tlxgen.ops.grouped_gemm_problem import GATED
 from tlxgen.pinning import pinned
 from tlxgen.runtime import Kernel, get_kernel
+from tlxgen.taken import Taken
 
 __all__ = ["grouped_mm"]
 
@@ -58,14 +60,18 @@ def grouped_mm(
     where `tlxgen.get_kernel` has nothing better (`Kernel.origin` is `torch`). Nothing waits for the device.
     """
     kernel = None
-    if bias is None and (out_dtype is None or out_dtype == mat_a.dtype) and _plain(mat_a, mat_b, offs):
-        kernel = _find(mat_a, mat_b, offs)
+    if bias is None and (out_dtype is None or out_dtype == mat_a.dtype):
+        taken = _taken("none", mat_a, mat_b, offs)
+        if taken is not None:
+            return taken(mat_a, mat_b, offs)
+        if _plain(mat_a, mat_b, offs):
+            kernel = _find(mat_a, mat_b, offs)
     if kernel is None:
         return _torch(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
     if torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad):
         result: Tensor = _GroupedProduct.apply(mat_a, mat_b, offs, kernel)  # type: ignore[no-untyped-call]
         return result
-    return _launch(kernel, mat_a, mat_b, offs)
+    return _taking(kernel, "none", mat_a, mat_b, offs)
 
 
 @untraced
@@ -91,18 +97,22 @@ def gated_mm(
         rows where they are, or of a copy of them in order if only plain Triton could gather them. Else it is
         `grouped_mm`'s result and torch's activation of that.
     """
+    epilogue = _EPILOGUES[activation]
+    taken = _taken(epilogue, mat_a, mat_b, offs, rows)
+    if taken is not None:
+        return taken(mat_a, mat_b, offs, rows)
     differentiable = torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad)
     own = not differentiable and _plain(mat_a, mat_b, offs)
     if own and rows is not None:
-        kernel = _find(mat_a, mat_b, offs, _EPILOGUES[activation], rows)
+        kernel = _find(mat_a, mat_b, offs, epilogue, rows)
         if kernel is not None and kernel.origin != "vanilla":
-            return _launch(kernel, mat_a, mat_b, offs, rows)
+            return _taking(kernel, epilogue, mat_a, mat_b, offs, rows)
     if rows is not None:
         mat_a = mat_a[rows]
     if own:
-        kernel = _find(mat_a, mat_b, offs, _EPILOGUES[activation])
+        kernel = _find(mat_a, mat_b, offs, epilogue)
         if kernel is not None:
-            return _launch(kernel, mat_a, mat_b, offs)
+            return _taking(kernel, epilogue, mat_a, mat_b, offs)
     gate, up = grouped_mm(mat_a, mat_b, offs=offs).chunk(2, dim=1)
     result: Tensor = getattr(F, activation)(gate) * up
     return result
@@ -198,14 +208,50 @@ def _layout(matrix: Tensor) -> str | None:
     return "t" if row == 1 and column >= max(1, rows) and column % aligned == 0 else None
 
 
-def _launch(kernel: Kernel, a: Tensor, b: Tensor, offs: Tensor | None, rows: Tensor | None = None) -> Tensor:
-    """What the kernel gives, in memory as torch's."""
+@dataclass(frozen=True)
+class _Launch:
+    """A kernel, and room for what it gives, in memory as torch's."""
+
+    kernel: Kernel
+    shape: tuple[int, ...]  #: rows padded
+    columns: int
+
+    def __call__(self, a: Tensor, b: Tensor, offs: Tensor | None, rows: Tensor | None = None) -> Tensor:
+        named = {} if offs is None else {"offs": offs}
+        if rows is not None:
+            named["rows"] = rows
+        if self.shape[-1] == self.columns:
+            return self.kernel(a, b, **named)
+        return self.kernel(a, b, out=a.new_empty(self.shape)[..., : self.columns], **named)
+
+
+def _launch(kernel: Kernel, a: Tensor) -> _Launch:
     *lead, columns = ops.get("grouped_gemm").output_like(kernel.problem)[0]
     elements = Hopper.TMA_ALIGNMENT // a.element_size()
-    padded = -(-columns // elements) * elements
-    out = a.new_empty((*lead, padded))[..., :columns]
-    named = {"offs": offs, "rows": rows}
-    return kernel(a, b, out=out, **{name: tensor for name, tensor in named.items() if tensor is not None})
+    return _Launch(kernel, (*lead, -(-columns // elements) * elements), columns)
+
+
+#: What takes calls without gradients.
+_TAKEN: Taken[_Launch] = Taken("grouped_gemm")
+
+
+def _taken(epilogue: str, a: Any, b: Any, offs: Any, rows: Any = None) -> _Launch | None:
+    """What took calls like this one."""
+    return _TAKEN.get((epilogue, rows is None), _given(a, b, offs, rows))
+
+
+def _taking(
+    kernel: Kernel, epilogue: str, a: Tensor, b: Tensor, offs: Tensor | None, rows: Tensor | None = None
+) -> Tensor:
+    """What the kernel gives, as it will for calls like this one."""
+    launch = _launch(kernel, a)
+    result = launch(a, b, offs, rows)
+    _TAKEN.keep((epilogue, rows is None), _given(a, b, offs, rows), launch)
+    return result
+
+
+def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -214,7 +260,7 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, offs: Tensor | None, kernel: Kernel) -> Tensor:
         ctx.save_for_backward(a, b, offs)
-        return _launch(kernel, a, b, offs)
+        return _launch(kernel, a)(a, b, offs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,6 +18,7 @@ from tlxgen.calls import as_given, transformed
 from tlxgen.errors import InvalidProblemError
 from tlxgen.pinning import pinned
 from tlxgen.runtime import Kernel, get_kernel
+from tlxgen.taken import Taken
 
 __all__ = ["linear", "matmul"]
 
@@ -41,8 +42,12 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:  # noqa: A002 - torch's own 
     goes to torch where `tlxgen.get_kernel` has nothing better (`Kernel.origin` is `torch`). fp32 is torch's, whose
     precision the user has set.
     """
+    if not torch.compiler.is_compiling():
+        kernel = _TAKEN.get("matmul", (input, other))
+        if kernel is not None:
+            return kernel(input, other) if input.dim() == 2 else _leading(input, kernel(input.flatten(0, -2), other))
     if _takes(input, other, None):
-        return _any_rank(input, other, None)
+        return _any_rank(input, other, None, "matmul", (input, other))
     return torch_own.matmul(input, other)
 
 
@@ -59,8 +64,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     A call goes to torch unchanged unless a kernel takes it, as of `matmul`.
     """
+    given = (input, weight) if bias is None else (input, weight, bias)
+    if not torch.compiler.is_compiling():
+        kernel = _TAKEN.get("linear", given)
+        if kernel is not None:
+            named = {} if bias is None else {"bias": bias}
+            if input.dim() == 2:
+                return kernel(input, weight.mT, **named)
+            return _leading(input, kernel(input.flatten(0, -2), weight.mT, **named))
     if weight.dim() == 2 and _takes(input, weight.mT, bias):
-        return _any_rank(input, weight.mT, bias)
+        return _any_rank(input, weight.mT, bias, "linear", given)
     return torch_own.linear(input, weight, bias)
 
 
@@ -80,8 +93,8 @@ def _takes(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
     return library.kernels_here() if torch.compiler.is_compiling() else not transformed()
 
 
-def _any_rank(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of a (..., M, K)."""
+def _any_rank(a: Tensor, b: Tensor, bias: Tensor | None, function: str, given: tuple[Tensor, ...]) -> Tensor:
+    """The product of a (..., M, K), for a function that was given these tensors."""
     rows = a if a.dim() == 2 else a.flatten(0, -2)
     if torch.compiler.is_compiling():
         result: Tensor = torch.ops.tlxgen.gemm(rows, b, bias)
@@ -90,7 +103,15 @@ def _any_rank(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     else:
         with as_given(a):
             result = product(rows, b, bias)
-    return result if a.dim() == 2 else result.view(*a.shape[:-1], b.shape[1])
+        kernel = _find(rows, b, bias)
+        if kernel is not None:
+            _TAKEN.keep(function, given, kernel)
+    return result if a.dim() == 2 else _leading(a, result)
+
+
+def _leading(a: Tensor, result: Tensor) -> Tensor:
+    """(rows, N) with the leading dimensions of a (..., M, K)."""
+    return result.view(*a.shape[:-1], result.shape[1])
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -105,6 +126,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 _FOUND: dict[tuple[Any, ...], Kernel | None] = {}
 _MOST_FOUND = 4096
 runtime.CACHES.append(_FOUND)
+_TAKEN: Taken[Kernel] = Taken("gemm")
 
 
 def _find(a: Tensor, b: Tensor, bias: Tensor | None) -> Kernel | None:

@@ -8,7 +8,7 @@ TF32 rounding in the descriptor), its ordinary launcher is used.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -60,12 +60,12 @@ class Launcher:
         self.compiled = compile_kernel(module, args, capability)
         with _KNOB:
             self._load(knobs, dispatch=not any(getattr(arg, "round_f32_to_tf32", False) for arg in args))
-        self._dispatcher = self.compiled._dispatcher  # noqa: SLF001 - Triton has no public name for it
-        self._indices: tuple[int, ...] | None = self.compiled._dispatch_arg_indices  # noqa: SLF001
-        if self._indices == tuple(range(len(args))):
-            self._indices = None  # every argument is passed: no need to pick
+        self.dispatcher: Callable[..., None] | None = self.compiled._dispatcher  # noqa: SLF001 - Triton has no public name for it
+        self.indices: tuple[int, ...] | None = self.compiled._dispatch_arg_indices  # noqa: SLF001
+        if self.indices == tuple(range(len(args))):
+            self.indices = None  # every argument is passed: no need to pick
         self._constants = len(self.compiled.src.fn.arg_names) - len(args)
-        self._lock = threading.Lock()  # the dispatcher keeps its arguments inside
+        self.lock = threading.Lock()  # the dispatcher keeps its arguments inside
 
     def _load(self, knobs: Any, *, dispatch: bool) -> None:
         """Loads the binary, with a dispatcher if wanted; the user's own setting of Triton stays as it was."""
@@ -79,15 +79,15 @@ class Launcher:
     @property
     def slim(self) -> bool:
         """Whether arguments may hold `SlimDescriptor`s."""
-        return self._dispatcher is not None
+        return self.dispatcher is not None
 
     def __call__(self, grid: tuple[int, int, int], stream: int, args: Sequence[Any]) -> None:
         """Launches on a raw CUDA stream of the device that the binary was loaded on."""
-        if self._dispatcher is None:
+        if self.dispatcher is None:
             run, compiled = self.compiled.run, self.compiled
             padding = (None,) * self._constants
             run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *padding)
             return
-        picked = args if self._indices is None else [args[i] for i in self._indices]
-        with self._lock:
-            self._dispatcher(*grid, stream, *picked)
+        picked = args if self.indices is None else [args[i] for i in self.indices]
+        with self.lock:
+            self.dispatcher(*grid, stream, *picked)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from tlxgen.plans import Plan
+    from tlxgen.repeat import Repeat
 
 __all__ = ["Choice", "FallbackWarning", "Kernel", "Origin", "forget", "get_kernel", "select"]
 
@@ -39,6 +40,8 @@ OnMiss = Literal["record", "ignore", "tune"]
 _KERNELS = 4096
 #: Ways to lie in memory that one kernel keeps plans for.
 _PLANS = 256
+#: Ways to lie that calls of one form are asked about one after the other.
+_REPEATS = 16
 _KIND = "cuda"  # of the devices that kernels run on
 #: Failures that say of a tuned row that it cannot be served; others may pass, such as a full disk.
 _OF_THE_ROW = frozenset({"OutOfResources", "CompilationError", "PTXASError"})
@@ -111,7 +114,9 @@ class Kernel:
         self._operator = ops.get(problem.operator)
         self._gpu = gpu
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._known: dict[tuple[Any, ...], Plan] = {}
+        self._repeats: dict[tuple[Any, ...], tuple[Repeat, ...]] = {}
+        self._numbers: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # of each form, those of calls of late
+        self._plain: tuple[Repeat, ...] = ()  # those of calls with tensors by position alone, which most are
         self._defaults = self._operator.call_defaults(problem)
         self._lock = threading.Lock()
 
@@ -131,10 +136,15 @@ class Kernel:
             LaunchError: a tensor has another shape, dtype or device than the problem asks for, or requires gradients
                 that a kernel would not record; `out` overlaps an operand; a graph is captured before it is loaded.
         """
-        if out is None and not named:  # most calls, of which all but the addresses was checked before
-            plan = self._known.get(_signature(tensors))
-            if plan is not None:
-                return self._launch(plan, tensors)
+        if named or out is not None:
+            repeated = self._repeated(tensors, out, named)
+            if repeated is not None:
+                return repeated
+        else:
+            for repeat in self._plain:
+                repeated = repeat(tensors)
+                if repeated is not None:
+                    return repeated
         inputs = self._inputs(tensors, named)
         wrong = self._operator.check_call(self.problem, inputs) or self._wrong_output(inputs, out)
         if wrong:
@@ -149,23 +159,56 @@ class Kernel:
         output = self._operator.output(self.problem, inputs) if out is None else out
         plan = self.plan(inputs, output)
         plan.launch(inputs, output)
-        if out is None and not named:
-            self._remember(tensors, plan)
+        self._remember(plan, tensors, out, named, inputs, output)
         return output
 
-    def _launch(self, plan: Plan, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """A call like one before."""
-        inputs = {**self._defaults, **dict(zip(self._operator.inputs_in_order, tensors, strict=True))}
-        output = self._operator.output(self.problem, inputs)
-        plan.launch(inputs, output)
-        return output
+    def _repeated(
+        self, tensors: tuple[torch.Tensor, ...], out: torch.Tensor | None, named: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """The result of a call like one before; None if there was none."""
+        for repeat in self._repeats.get((len(tensors), out is not None, *named), ()):
+            chosen = repeat.chosen(tensors, out, named)
+            result = None if chosen is None else repeat(chosen)
+            if result is not None:
+                return result
+        return None
 
-    def _remember(self, tensors: tuple[torch.Tensor, ...], plan: Plan) -> None:
-        """The next call on tensors like these needs no checks, unless gradients may be recorded by then."""
-        if not any(tensor.requires_grad for tensor in tensors):
-            if len(self._known) >= _PLANS:
-                self._known.clear()
-            self._known[_signature(tensors)] = plan
+    def _remember(
+        self,
+        plan: Plan,
+        tensors: tuple[torch.Tensor, ...],
+        out: torch.Tensor | None,
+        named: dict[str, Any],
+        inputs: dict[str, Any],
+        output: torch.Tensor,
+    ) -> None:
+        """The next call like this one needs no checks, but of what makes it like this one."""
+        from tlxgen.repeat import Repeat, repeatable
+
+        if not repeatable(tensors if out is None else (*tensors, out), named):
+            return
+        form = (len(tensors), out is not None, *named)
+        with self._lock:
+            numbers = tuple(value for value in named.values() if isinstance(value, int | float))
+            of_late = self._numbers.get(form, ())
+            if numbers and numbers not in of_late:  # they may be others with every call
+                if len(self._numbers) >= _PLANS:
+                    self._numbers.clear()
+                self._numbers[form] = (numbers, *of_late)[:_REPEATS]
+                return
+            known = self._repeats.get(form, ())
+            for repeat in known:
+                chosen = repeat.chosen(tensors, out, named)
+                if chosen is not None and repeat.like(chosen):
+                    return
+            names = self._operator.inputs_in_order
+            order = names[: len(tensors)]
+            made = Repeat(plan, inputs, order, named, output, written=out is not None, apart=names)
+            if len(self._repeats) >= _PLANS:
+                self._repeats.clear()
+            known = self._repeats[form] = (made, *known)[:_REPEATS]
+            if out is None and not named:
+                self._plain = known
 
     def _inputs(self, tensors: tuple[torch.Tensor, ...], named: dict[str, Any]) -> dict[str, Any]:
         names = self._operator.inputs_in_order
@@ -254,13 +297,6 @@ class Kernel:
         """Says that tensors that lie like these take another way than the chosen one."""
         if reasons:
             _warn_once(self.problem, instead, "; ".join([*reasons, f"these tensors go to {instead}"]))
-
-
-def _signature(tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-    """All that checks and plans ask of tensors; their contents and addresses are free."""
-    return tuple(
-        (x.shape, x.dtype, x.stride(), x.data_ptr() % 16, x.device, x.requires_grad, x.is_neg()) for x in tensors
-    )
 
 
 def _placement(value: Any) -> Any:

@@ -1,0 +1,108 @@
+"""`tlxgen.functional.scaled_grouped_mm`: what goes to a kernel and what to torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tlxgen import accuracy, functional, functional_scaled, ops, runtime
+from tlxgen.runtime import Choice, Kernel
+
+E, ROWS, N, K = 3, 40, 32, 48
+GROUPED = ops.get("grouped_gemm")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> Iterator[None]:
+    runtime.forget()
+    yield
+    runtime.forget()
+
+
+@pytest.fixture
+def inputs() -> dict[str, Any]:
+    problem = GROUPED.problem((E, ROWS, N, K), dtype="e4m3")
+    return {{"a": "mat_a", "b": "mat_b"}.get(name, name): x for name, x in GROUPED.inputs(problem, "cpu", 0).items()}
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Problems that were asked for; their kernels are torch in disguise, of tensors on the CPU."""
+    asked = []
+
+    def get_kernel(_operator: str, problem: Any) -> Any:
+        asked.append(problem)
+        return Disguised(Kernel(problem, Choice("torch", None), None))
+
+    monkeypatch.setattr(functional_scaled, "_DEVICE", "cpu")
+    monkeypatch.setattr(functional_scaled, "get_kernel", get_kernel)
+    return asked
+
+
+@dataclass
+class Disguised:
+    """Torch, as if a row had been tuned."""
+
+    kernel: Kernel
+    origin: str = "tuned"
+
+    def __call__(self, *tensors: Tensor, **named: Any) -> Tensor:
+        return self.kernel(*tensors, **named)
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What torch's function was called with."""
+    calls: list[dict[str, Any]] = []
+
+    def scaled(*tensors: Tensor, **named: Any) -> Tensor:
+        calls.append(named)
+        return torch.zeros(1)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled, raising=False)
+    return calls
+
+
+def test_a_kernel_computes(inputs: dict[str, Any], served: list[Any], theirs: list[Any]) -> None:
+    out = functional.scaled_grouped_mm(**inputs)
+    problem = served[0]
+    assert (problem.E, problem.ROWS, problem.N, problem.K, problem.dtype) == (E, ROWS, N, K, "e4m3")
+    named = {{"mat_a": "a", "mat_b": "b"}.get(name, name): x for name, x in inputs.items()}
+    assert accuracy.error(out, GROUPED.reference(problem, named)).norm < 5e-3
+    functional.scaled_grouped_mm(**inputs)
+    assert len(served) == 1  # found once
+    assert theirs == []
+
+
+def test_what_kernels_do_not_have_is_torchs(
+    inputs: dict[str, Any], served: list[Any], theirs: list[dict[str, Any]]
+) -> None:
+    def at(**changes: Any) -> dict[str, Any]:
+        return {**inputs, **changes}
+
+    rows_contiguous = inputs["mat_b"].contiguous()
+    for call in (
+        at(use_fast_accum=False),
+        at(out_dtype=torch.float16),
+        at(mat_a=inputs["mat_a"].to(torch.float8_e5m2)),
+        at(mat_b=rows_contiguous),
+        at(scale_a=inputs["scale_a"][:, None]),
+        at(scale_b=inputs["scale_b"][:, :1]),
+        at(offs=inputs["offs"].long()),
+        at(mat_a=inputs["mat_a"][:, :16]),
+    ):
+        functional.scaled_grouped_mm(**call)
+    assert len(theirs) == 8
+    assert theirs[0]["use_fast_accum"] is False
+    assert theirs[1]["out_dtype"] is torch.float16
+    assert served == []
+
+
+def test_on_the_cpu_torch_says_what_it_says(inputs: dict[str, Any], theirs: list[Any]) -> None:
+    functional.scaled_grouped_mm(**inputs)
+    assert len(theirs) == 1
