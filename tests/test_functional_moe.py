@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
-from tlxgen import functional, functional_grouped, functional_moe
+from tlxgen import functional, functional_grouped, functional_moe, moe_combine, moe_combine_kernel
 from tlxgen.errors import InvalidProblemError
+from tlxgen.moe_combine_kernel import Launch
 
 fused_moe: Callable[..., Tensor] = functional.fused_moe
 
@@ -86,6 +88,49 @@ def test_experts_without_tokens_and_tokens_without_experts() -> None:
     out = fused_moe(**given)
     assert torch.equal(out[4], torch.zeros(K, dtype=torch.bfloat16))
     assert far(out, token_by_token(**given)) < 1e-2
+
+
+@pytest.mark.parametrize("integer", [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32])
+def test_ids_may_be_of_any_integer_dtype_though_it_cannot_count_the_experts(integer: torch.dtype) -> None:
+    given = operands()
+    many = {name: given[name].repeat(60, 1, 1) for name in ("w1", "w2")}  # 300 experts, of which some are chosen
+    expected = fused_moe(**{**given, **many})
+    assert torch.equal(fused_moe(**{**given, **many, "topk_ids": given["topk_ids"].to(integer)}), expected)
+
+
+def test_an_expert_elsewhere_counts_nothing_whatever_its_weight() -> None:
+    given = operands()
+    given["topk_ids"][:, 1] = E
+    expected = fused_moe(**given)
+    given["topk_weights"][:, 1] = float("nan")
+    assert torch.equal(fused_moe(**given), expected)
+
+
+def test_tokens_are_brought_back_by_one_kernel_unless_gradients_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[Launch] = []
+
+    def interpreted(launch: Launch) -> None:
+        InterpretedFunction(moe_combine_kernel.kernel.fn)[(launch.programs,)](*launch.args, **launch.constants)
+        launches.append(launch)
+
+    given = operands()
+    given["topk_ids"][::3, 0] = -1
+    expected = fused_moe(**given)
+    monkeypatch.setattr(Launch, "__call__", interpreted)
+    monkeypatch.setattr(moe_combine, "_DEVICE", "cpu")
+    monkeypatch.setattr(moe_combine, "_compiles_for", lambda _: True)
+    monkeypatch.setattr(moe_combine, "_is_capturing", lambda: False)
+    out = fused_moe(**given)
+    assert [launch.args[4].data_ptr() for launch in launches] == [out.data_ptr()]
+    torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-6)  # the interpreter cuts off where a GPU rounds
+    for name in ("x", "w1", "w2", "topk_weights"):
+        fused_moe(**{**given, name: given[name].clone().requires_grad_()})
+    assert len(launches) == 1
+
+
+def test_a_graph_of_the_compiler_has_the_same_result() -> None:
+    given = operands()
+    assert torch.equal(torch.compile(fused_moe, backend="eager")(**given), fused_moe(**given))
 
 
 def test_no_tokens_at_all() -> None:

@@ -4,8 +4,8 @@
     >>> out = F.fused_moe(x, w1, w2, topk_weights, topk_ids)  # doctest: +SKIP
 
 The products are kernels of tlxgen. Unless gradients are wanted, the first takes tokens where they are and has the
-activation in it. Sorting and the weighted sum are torch's. Nothing waits for the device, so CUDA graphs may capture it,
-and gradients are autograd's.
+activation in it, and the weighted sum is a kernel too (`tlxgen.moe_combine`). Sorting is torch's. Nothing waits for the
+device, so CUDA graphs may capture it, and gradients are autograd's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from tlxgen.errors import InvalidProblemError
 from tlxgen.functional_grouped import gated_mm, grouped_mm
+from tlxgen.moe_combine import combine
+from tlxgen.moe_routing import route
 
 __all__ = ["fused_moe"]
 
@@ -53,23 +55,15 @@ def fused_moe(
         reason = f"activation {activation!r} is not known; use silu or gelu"
     if reason:
         raise InvalidProblemError(f"fused_moe: {reason}")
-    experts, choices = w1.shape[0], topk_ids.shape[1]
-    known = (topk_ids >= 0) & (topk_ids < experts)
-    # Those of no expert here come last, past the last expert's end.
-    ids, order = torch.where(known, topk_ids, experts).flatten().sort(stable=True)
-    offs = torch.searchsorted(ids, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True).int()
-    rows = (order // choices).int()
+    experts = w1.shape[0]
+    routing = route(topk_ids, experts)
     if torch.is_grad_enabled() and x.requires_grad:  # the gradient past the last end is nobody's, and says nothing
-        tokens = torch.where((ids < experts)[:, None], x[rows], 0.0)
-        hidden = gated_mm(tokens, w1.mT, offs=offs, activation=activation)
+        tokens = torch.where((routing.keys < experts)[:, None], x[routing.rows], 0.0)
+        hidden = gated_mm(tokens, w1.mT, offs=routing.offs, activation=activation)
     else:
-        hidden = gated_mm(x, w1.mT, offs=offs, activation=activation, rows=rows)
-    result = grouped_mm(hidden, w2.mT, offs=offs)
-    # Back in the order of the tokens, without atomics: every run gives the same bits.
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    parts = result[place].unflatten(0, topk_ids.shape).masked_fill(~known[..., None], 0.0)  # type: ignore[no-untyped-call]
-    total: Tensor = (parts.float() * topk_weights.float()[..., None]).sum(1)
-    return total.to(x.dtype)
+        hidden = gated_mm(x, w1.mT, offs=routing.offs, activation=activation, rows=routing.rows)
+    result = grouped_mm(hidden, w2.mT, offs=routing.offs)
+    return combine(result, routing.place, topk_weights, routing.ids, experts, x.dtype)
 
 
 def _why_no_layer(x: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> str | None:

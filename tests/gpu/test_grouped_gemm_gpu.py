@@ -151,6 +151,19 @@ def test_scales_are_the_right_ones_however_tokens_are_spread(template: str, size
     assert reason is None, reason
 
 
+def test_the_drop_in_of_8_bit_floats_agrees_with_torch() -> None:
+    problem = spread([300, 0, 129, 3, 80], 768, 512, "2d3d", dtype="e4m3")
+    inputs: dict[str, Any] = dict(GROUPED.inputs(problem, "cuda", 0))
+    a, b, scale_a, scale_b, offs = (inputs[name] for name in ("a", "b", "scale_a", "scale_b", "offs"))
+    exact = GROUPED.reference(problem, inputs)
+    library = torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs=offs, out_dtype=torch.bfloat16)
+    for out in (
+        functional.scaled_grouped_mm(a, b, scale_a, scale_b, offs=offs),
+        functional.scaled_grouped_mm(a, b, scale_a, scale_b, offs=offs, use_fast_accum=False),
+    ):
+        assert accuracy.error(out, exact).norm <= 1.2 * accuracy.error(library, exact).norm
+
+
 @pytest.mark.parametrize("template", GROUPED.templates)
 @pytest.mark.parametrize("form", FORMS)
 def test_an_expert_never_feels_its_neighbours(template: str, form: Any) -> None:
@@ -334,3 +347,152 @@ def test_a_layer_is_two_kernels(template: str, activation: Any, epilogue: str, m
     exact = (every * share[..., None]).sum(1)
     assert accuracy.error(out, exact).norm < 1e-2
     assert asked == [("gather", epilogue), ("2d3d", "none")]
+
+
+def chosen(tokens: int, choices: int, columns: int, experts: int = 5, seed: int = 0) -> dict[str, Any]:
+    """Tokens' choices, some of which are not here, and rows for all in the order of experts; NaN for nobody's."""
+    from tlxgen.moe_routing import route
+
+    generator = torch.Generator("cuda").manual_seed(seed)
+    size = (tokens, choices)
+    ids = torch.randint(-1, experts + 1, size, generator=generator, device="cuda")
+    weights = torch.rand(size, generator=generator, device="cuda")
+    result = torch.randn(tokens * choices, columns, generator=generator, device="cuda").bfloat16()
+    routing = route(ids, experts)
+    unknown = (ids < 0) | (ids >= experts)
+    result[routing.place[unknown.flatten()].long()] = NAN
+    weights[unknown] = NAN
+    return {"result": result, "place": routing.place, "weights": weights, "ids": ids}
+
+
+def added_up(
+    result: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: int = 5
+) -> torch.Tensor:
+    """In float64, without those of nobody."""
+    unknown = (ids < 0) | (ids >= experts)
+    parts = result.double()[place.long()].view(*ids.shape, -1).masked_fill(unknown[..., None], 0.0)
+    return torch.einsum("tk,tkc->tc", weights.double().masked_fill(unknown, 0.0), parts)
+
+
+@pytest.fixture
+def combine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """Of five experts, in float32 unless a dtype is asked for; never by torch."""
+    from tlxgen import moe_combine
+
+    def refuse(*_: Any) -> torch.Tensor:
+        raise AssertionError("torch does it")
+
+    monkeypatch.setattr(moe_combine, "_by_torch", refuse)
+
+    def call(dtype: torch.dtype = torch.float32, **tensors: torch.Tensor) -> torch.Tensor:
+        return moe_combine.combine(**tensors, experts=5, dtype=dtype)
+
+    return call
+
+
+@pytest.mark.parametrize("choices", [1, 2, 3, 8, 10, 16, 17, 24])
+@pytest.mark.parametrize("columns", [1, 77, 1030, 4096, 7168, 7176])
+def test_tokens_come_back_weighted(choices: int, columns: int, combine: Callable[..., torch.Tensor]) -> None:
+    given = chosen(61, choices, columns)
+    exact = added_up(**given)
+    out = combine(**given)
+    assert out.shape == (61, columns)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    rounded = combine(torch.bfloat16, **given)
+    assert torch.equal(rounded, out.bfloat16())
+    for _ in range(20):
+        assert torch.equal(combine(torch.bfloat16, **given), rounded)
+
+
+def test_weights_and_ids_may_lie_anyhow(combine: Callable[..., torch.Tensor]) -> None:
+    given = chosen(61, 6, 264)
+    exact = added_up(**given)
+    lie: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "columns": lambda tensor: tensor.t().contiguous().t(),
+        "every other": lambda tensor: tensor.repeat_interleave(2, 1)[:, ::2],
+        "misaligned": lambda tensor: torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape),
+    }
+    padded = torch.full((366, 272), NAN, device="cuda").bfloat16()[:, :264].copy_(given["result"])
+    for name, change in lie.items():
+        found = combine(result=padded, place=given["place"], weights=change(given["weights"]), ids=change(given["ids"]))
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5, msg=name)
+    for weights in (torch.bfloat16, torch.float16, torch.float64):
+        for ids in (torch.int32, torch.int64):
+            other = given | {"weights": given["weights"].to(weights), "ids": given["ids"].to(ids)}
+            torch.testing.assert_close(combine(**other).double(), added_up(**other), rtol=1e-5, atol=1e-5)
+
+
+def test_a_graph_brings_tokens_back_from_wherever_they_are(combine: Callable[..., torch.Tensor]) -> None:
+    """Captured once, with the sort, and replayed for other choices; on a side stream, in inference mode."""
+    from tlxgen.moe_routing import route
+
+    def step() -> torch.Tensor:
+        return combine(result=rows, place=route(ids, 5).place, weights=weights, ids=ids)
+
+    given = chosen(700, 8, 1024)
+    rows = torch.randn(5600, 1024, device="cuda").bfloat16()
+    ids, weights = given["ids"].clone(), given["weights"].clone()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.inference_mode():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = step()
+        for seed in range(3):
+            other = chosen(700, 8, 1024, seed=seed)
+            ids.copy_(other["ids"])
+            weights.copy_(other["weights"])
+            graph.replay()
+            torch.cuda.synchronize()
+            exact = added_up(rows, other["place"], weights, ids)
+            torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_graph_before_any_call_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be loaded while it is captured."""
+    from tlxgen import moe_combine
+
+    monkeypatch.setattr(moe_combine, "_LOADED", set())
+    given = chosen(61, 4, 104)
+    arguments: dict[str, Any] = {**given, "experts": 5, "dtype": torch.float32}
+    moe_combine._by_torch(**arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe_combine.combine(**arguments)
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(out.double(), added_up(**given), rtol=1e-5, atol=1e-5)
+    assert not moe_combine._LOADED
+
+
+def test_more_elements_than_32_bits_can_count(combine: Callable[..., torch.Tensor]) -> None:
+    """First in what is read, then in what is written."""
+    columns, many = 7168, 2**31 // 7168 + 2
+    rows = torch.empty(many, columns, dtype=torch.bfloat16, device="cuda")
+    rows[-1], rows[-2] = 1.0, 2.0
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
+    place = torch.tensor([many - 1, many - 2], dtype=torch.int32, device="cuda")
+    out = combine(result=rows, place=place, weights=torch.tensor([[4.0, 1.0]], device="cuda"), ids=ids)
+    assert torch.equal(out, torch.full_like(out, 6.0))
+    del rows
+    few = torch.arange(2, device="cuda").bfloat16()[:, None].expand(2, columns).contiguous()
+    ids, place = ids.new_zeros(many, 1), (torch.arange(many, device="cuda") % 2).int()
+    written = combine(torch.bfloat16, result=few, place=place, weights=torch.ones(many, 1, device="cuda"), ids=ids)
+    assert torch.equal(written[::2], few[:1].expand(-(-many // 2), columns))
+    assert torch.equal(written[1::2], few[1:].expand(many // 2, columns))
+
+
+@pytest.mark.parametrize("experts", [3, 255, 256, 40_000])
+@pytest.mark.parametrize("tokens", [0, 1, 500, 5000])
+def test_choices_in_the_order_of_experts(experts: int, tokens: int) -> None:
+    """With keys of one, two and four bytes, and both of torch's sorts: the same as on the CPU."""
+    from tlxgen.moe_routing import route
+
+    ids = torch.randint(-1, experts + 1, (tokens, 3), generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        given = ids.clamp(max=torch.iinfo(dtype).max).to(dtype)
+        here, there = route(given, experts), route(given.cuda(), experts)
+        for name in ("ids", "keys", "rows", "offs", "place"):
+            assert torch.equal(getattr(here, name), getattr(there, name).cpu()), name
