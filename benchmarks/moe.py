@@ -63,7 +63,7 @@ class Layer:
     def problems(self) -> dict[str, Problem]:
         """Both products."""
         sizes = {"E": self.experts, "ROWS": self.tokens * self.choices}
-        first = {"form": "gather", **sizes, "N": 2 * self.inner, "K": self.k}
+        first = {"form": "2d3d", **sizes, "N": 2 * self.inner, "K": self.k}
         second = {"form": "2d3d", **sizes, "N": self.k, "K": self.inner}
         make = ops.get("grouped_gemm").problem
         return {"first": make(first, layout="nt", epilogue="swiglu"), "second": make(second, layout="nt")}
@@ -218,11 +218,13 @@ def parts(given: Operands) -> dict[str, Call]:
     """What `fused_moe` consists of, each on what those before it have given."""
     experts = given.w1.shape[0]
     routing = route(given.ids, experts)
-    hidden = gated_mm(given.x, given.w1.mT, offs=routing.offs, activation="silu", rows=routing.rows)
+    tokens = given.x[routing.rows]
+    hidden = gated_mm(tokens, given.w1.mT, offs=routing.offs, activation="silu")
     result = grouped_mm(hidden, given.w2.mT, offs=routing.offs)
     return {
         "routing": lambda: route(given.ids, experts).offs,
-        "first": lambda: gated_mm(given.x, given.w1.mT, offs=routing.offs, activation="silu", rows=routing.rows),
+        "gather": lambda: given.x[routing.rows],
+        "first": lambda: gated_mm(tokens, given.w1.mT, offs=routing.offs, activation="silu"),
         "second": lambda: grouped_mm(hidden, given.w2.mT, offs=routing.offs),
         "combine": lambda: combine(result, routing.place, given.weights, routing.ids, experts, given.x.dtype),
     }

@@ -60,11 +60,11 @@ def test_every_way_gives_the_layer_in_float64(layer: Layer) -> None:
 def test_the_last_part_ends_where_the_layer_does() -> None:
     given = moe.operands(TINY[0])
     parts = moe.parts(given)
-    assert list(parts) == ["routing", "first", "second", "combine"]
+    assert list(parts) == ["routing", "gather", "first", "second", "combine"]
     whole = functional.fused_moe(given.x, given.w1, given.w2, given.weights, given.ids)
     assert torch.equal(parts["combine"](), whole)
     shapes = [tuple(call().shape) for call in parts.values()]
-    assert shapes == [(4,), (74, 48), (74, 64), (37, 64)]
+    assert shapes == [(4,), (74, 64), (74, 48), (74, 64), (37, 64)]
 
 
 def test_what_is_wrong_is_not_timed() -> None:
@@ -118,7 +118,7 @@ def test_the_products_are_those_that_the_layer_asks_for(monkeypatch: pytest.Monk
 
     def get_kernel(operator: str, problem: GroupedGemmProblem) -> Any:
         asked.append(problem)
-        return SimpleNamespace(origin="tuned" if problem.form == "gather" else "torch", problem=problem)
+        return SimpleNamespace(origin="tuned" if problem.gated else "torch", problem=problem)
 
     def first(*_: Any) -> Tensor:
         return torch.zeros(74, 48, dtype=torch.bfloat16)

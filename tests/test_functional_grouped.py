@@ -162,23 +162,6 @@ class TestGatedMm:
         grouped_mm(a, b, offs=offs)  # of the same tensors, and another kernel
         assert served.launched[1].epilogue == "none"
 
-    @pytest.mark.parametrize("origin", ["tuned", "vanilla"])
-    def test_gathers_rows_in_the_kernel_unless_that_is_plain_triton(self, origin: str, served: Served) -> None:
-        served.origin = origin
-        tokens, b, offs = operands("2d3d")
-        assert offs is not None
-        rows = torch.randint(7, (ROWS,), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
-        out = functional_grouped.gated_mm(tokens[:7], b, offs=offs, activation="silu", rows=rows)
-        gate, up = theirs(tokens[rows].float(), b.float(), offs=offs).chunk(2, 1)
-        expected = torch.nn.functional.silu(gate) * up
-        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
-        (problem,) = served.launched
-        assert (problem.form, problem.ROWS, problem.epilogue) == (
-            "2d3d" if origin == "vanilla" else "gather",
-            ROWS,
-            "swiglu",
-        )
-
     def test_with_gradients_is_a_product_and_torchs_activation(self, served: Served) -> None:
         a, b, offs = operands("2d3d")
         assert offs is not None
@@ -305,18 +288,14 @@ class TestSecondCalls:
             assert result.stride() == (24, 1)
             torch.testing.assert_close(result, theirs(a, weights, offs=offs)[:, :20])
 
-    def test_gather_or_take_rows_in_order(self, served: Served) -> None:
+    def test_know_one_activation_from_the_other(self, served: Served) -> None:
         a, b, offs = operands("2d3d")
         assert offs is not None
-        rows = torch.arange(ROWS, dtype=torch.int32).flip(0)
-        gated = functional_grouped.gated_mm
         for _ in range(3):
-            plain = gated(a, b, offs=offs, activation="silu")
-            gathered = gated(a, b, offs=offs, activation="silu", rows=rows)
-            other = gated(a, b, offs=offs, activation="gelu")
-            torch.testing.assert_close(gathered, gated(a[rows], b, offs=offs, activation="silu"))
-            assert not torch.equal(plain, gathered)
-            assert not torch.equal(plain, other)
+            silu = functional_grouped.gated_mm(a, b, offs=offs, activation="silu")
+            gelu = functional_grouped.gated_mm(a, b, offs=offs, activation="gelu")
+            assert not torch.equal(silu, gelu)
+        assert [problem.epilogue for problem in served.launched] == ["swiglu", "geglu"] * 3
 
     def test_have_gradients_once_they_are_recorded(self, served: Served) -> None:
         a, b, offs = operands("2d3d")

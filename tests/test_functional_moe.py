@@ -60,24 +60,24 @@ def test_is_the_sum_over_each_tokens_experts(activation: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_the_first_product_takes_tokens_where_they_are_and_the_activation(
-    activation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless the gradient of tokens is wanted, which must be kept from what is past the last expert."""
-    asked = []
+def test_the_first_product_has_the_activation_in_it(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tokens in the order of experts; where their gradient is wanted, zeros past the last expert."""
+    asked, past = [], []
 
     def noted(a: Tensor, b: Tensor, **named: Any) -> Tensor:
-        asked.append((a.shape, b.stride(), named["activation"], named["rows"].dtype if "rows" in named else None))
+        asked.append((a.shape, b.stride(), named["activation"]))
+        past.append(bool(a[int(named["offs"][-1]) :].any()))
         return gated_mm(a, b, **named)
 
     gated_mm = functional_grouped.gated_mm
     monkeypatch.setattr(functional_moe, "gated_mm", noted)
     given = operands()
+    given["topk_ids"][0] = E  # somebody else's
     fused_moe(**given, activation=activation)
     given["x"].requires_grad_()
     fused_moe(**given, activation=activation)
-    lie = (2 * I * K, 1, K)
-    assert asked == [((T, K), lie, activation, torch.int32), ((T * TOP, K), lie, activation, None)]
+    assert asked == [((T * TOP, K), (2 * I * K, 1, K), activation)] * 2
+    assert past == [True, False]
 
 
 def test_experts_without_tokens_and_tokens_without_experts() -> None:

@@ -15,6 +15,7 @@ from tlxgen.config import Config
 from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError, TuningError
 from tlxgen.ops.grouped_gemm_problem import GroupedGemmProblem
+from tlxgen.ops.grouped_gemm_torch import scaled_operands
 from tlxgen.simulator.check import check
 
 GROUPED = ops.get("grouped_gemm")
@@ -83,6 +84,18 @@ class TestProblem:
         exact = GROUPED.reference(plain, scaled)
         torch.testing.assert_close(GROUPED.reference(made, inputs), exact)
         assert accuracy.error(GROUPED.eager(made, inputs), exact).norm < 5e-3
+
+    @pytest.mark.parametrize(("n", "k"), [(32, 48), (20, 48), (32, 40), (7, 5)])
+    def test_torch_gets_operands_that_it_takes(self, n: int, k: int) -> None:
+        inputs = GROUPED.inputs(spread([5, 0, 9], n, k, dtype="e4m3"), "cpu", 0)
+        a, b, scale_a, scale_b = scaled_operands(inputs)
+        assert (a.shape[1], b.shape[1], b.shape[2]) == (-(-k // 16) * 16, -(-k // 16) * 16, -(-n // 16) * 16)
+        assert (a.stride(1), b.stride(1)) == (1, 1)
+        assert scale_b.shape == b.shape[::2]
+        assert torch.equal(b[:, :k, :n].float(), inputs["b"].float())
+        assert torch.equal(a[:, :k].float(), inputs["a"].float())
+        assert not any(x.float().any() for x in (a[:, k:], b[:, k:], b[:, :, n:], scale_b[:, n:]))
+        assert torch.equal(scale_a, inputs["scale_a"])
 
 
 class TestSpace:

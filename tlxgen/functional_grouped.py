@@ -81,35 +81,25 @@ def gated_mm(
     *,
     offs: Tensor,
     activation: Literal["silu", "gelu"],
-    rows: Tensor | None = None,
 ) -> Tensor:
-    """act(gate) · up of `grouped_mm(mat_a[rows], mat_b, offs=offs)`, the gate in the first N / 2 columns of that.
+    """act(gate) · up of `grouped_mm(mat_a, mat_b, offs=offs)`, the gate in the first N / 2 columns of that.
 
     Args:
-        mat_a: (tokens, K), or (T, K) with `rows`.
+        mat_a: (tokens, K).
         mat_b: (E, K, N).
-        rows: (tokens,), int32, contiguous: which row of mat_a each token is; None where they are in order.
         offs: (E,), int32: where each group's tokens end.
         activation: silu, or gelu by the error function.
 
     Returns:
-        (tokens, N / 2). One kernel makes it, and rounds once, where one takes the call and no gradient is wanted: of
-        rows where they are, or of a copy of them in order if only plain Triton could gather them. Else it is
-        `grouped_mm`'s result and torch's activation of that.
+        (tokens, N / 2). One kernel makes it, and rounds once, where one takes the call and no gradient is wanted. Else
+        it is `grouped_mm`'s result and torch's activation of that.
     """
     epilogue = _EPILOGUES[activation]
-    taken = _taken(epilogue, mat_a, mat_b, offs, rows)
+    taken = _taken(epilogue, mat_a, mat_b, offs)
     if taken is not None:
-        return taken(mat_a, mat_b, offs, rows)
+        return taken(mat_a, mat_b, offs)
     differentiable = torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad)
-    own = not differentiable and _plain(mat_a, mat_b, offs)
-    if own and rows is not None:
-        kernel = _find(mat_a, mat_b, offs, epilogue, rows)
-        if kernel is not None and kernel.origin != "vanilla":
-            return _taking(kernel, epilogue, mat_a, mat_b, offs, rows)
-    if rows is not None:
-        mat_a = mat_a[rows]
-    if own:
+    if not differentiable and _plain(mat_a, mat_b, offs):
         kernel = _find(mat_a, mat_b, offs, epilogue)
         if kernel is not None:
             return _taking(kernel, epilogue, mat_a, mat_b, offs)
@@ -144,27 +134,22 @@ _MOST_FOUND = 4096
 runtime.CACHES.append(_FOUND)
 
 
-def _find(
-    a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str = "none", rows: Tensor | None = None
-) -> Kernel | None:
+def _find(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str = "none") -> Kernel | None:
     """The kernel of a call, looked up the first time only."""
     ends = None if offs is None else (offs.shape, offs.stride(), offs.dtype)
-    asked = (epilogue, None if rows is None else rows.shape)
-    key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, a.device, ends, asked, pinned("grouped_gemm"))
+    key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, a.device, ends, epilogue, pinned("grouped_gemm"))
     if key not in _FOUND:
         if len(_FOUND) >= _MOST_FOUND:  # tokens that differ with every call; kernels are shared by `get_kernel`
             _FOUND.clear()
-        _FOUND[key] = _look_up(a, b, offs, epilogue, rows)
+        _FOUND[key] = _look_up(a, b, offs, epilogue)
     return _FOUND[key]
 
 
-def _look_up(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str, rows: Tensor | None) -> Kernel | None:
+def _look_up(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str) -> Kernel | None:
     layouts = [_layout(a), _layout(b)]
     fields = _fields(a, b, offs)
     if fields is None or None in layouts:
         return None
-    if rows is not None:
-        fields |= {"form": "gather", "ROWS": rows.shape[0]}
     try:
         options = {"layout": "".join(map(str, layouts)), "dtype": a.dtype, "epilogue": epilogue}
         problem = ops.get("grouped_gemm").problem(fields, **options)
@@ -216,10 +201,8 @@ class _Launch:
     shape: tuple[int, ...]  #: rows padded
     columns: int
 
-    def __call__(self, a: Tensor, b: Tensor, offs: Tensor | None, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
         named = {} if offs is None else {"offs": offs}
-        if rows is not None:
-            named["rows"] = rows
         if self.shape[-1] == self.columns:
             return self.kernel(a, b, **named)
         return self.kernel(a, b, out=a.new_empty(self.shape)[..., : self.columns], **named)
@@ -235,18 +218,16 @@ def _launch(kernel: Kernel, a: Tensor) -> _Launch:
 _TAKEN: Taken[_Launch] = Taken("grouped_gemm")
 
 
-def _taken(epilogue: str, a: Any, b: Any, offs: Any, rows: Any = None) -> _Launch | None:
+def _taken(epilogue: str, a: Any, b: Any, offs: Any) -> _Launch | None:
     """What took calls like this one."""
-    return _TAKEN.get((epilogue, rows is None), _given(a, b, offs, rows))
+    return _TAKEN.get(epilogue, _given(a, b, offs))
 
 
-def _taking(
-    kernel: Kernel, epilogue: str, a: Tensor, b: Tensor, offs: Tensor | None, rows: Tensor | None = None
-) -> Tensor:
+def _taking(kernel: Kernel, epilogue: str, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
     """What the kernel gives, as it will for calls like this one."""
     launch = _launch(kernel, a)
-    result = launch(a, b, offs, rows)
-    _TAKEN.keep((epilogue, rows is None), _given(a, b, offs, rows), launch)
+    result = launch(a, b, offs)
+    _TAKEN.keep(epilogue, _given(a, b, offs), launch)
     return result
 
 

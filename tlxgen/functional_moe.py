@@ -3,9 +3,9 @@
     >>> from tlxgen import functional as F
     >>> out = F.fused_moe(x, w1, w2, topk_weights, topk_ids)  # doctest: +SKIP
 
-The products are kernels of tlxgen. Unless gradients are wanted, the first takes tokens where they are and has the
-activation in it, and the weighted sum is a kernel too (`tlxgen.moe_combine`). Sorting is torch's. Nothing waits for the
-device, so CUDA graphs may capture it, and gradients are autograd's.
+The products are kernels of tlxgen. Unless gradients are wanted, the first has the activation in it, and the weighted
+sum is a kernel too (`tlxgen.moe_combine`). Sorting is torch's. Nothing waits for the device, so CUDA graphs may capture
+it, and gradients are autograd's.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def fused_moe(
         raise InvalidProblemError(f"fused_moe: {reason}")
     experts = w1.shape[0]
     routing = route(topk_ids, experts)
+    # A copy costs less than a kernel loses that gathers: cp.async, in small tiles, in place of TMA.
+    tokens = x[routing.rows]
     if torch.is_grad_enabled() and x.requires_grad:  # the gradient past the last end is nobody's, and says nothing
-        tokens = torch.where((routing.keys < experts)[:, None], x[routing.rows], 0.0)
-        hidden = gated_mm(tokens, w1.mT, offs=routing.offs, activation=activation)
-    else:
-        hidden = gated_mm(x, w1.mT, offs=routing.offs, activation=activation, rows=routing.rows)
+        tokens = torch.where((routing.keys < experts)[:, None], tokens, 0.0)
+    hidden = gated_mm(tokens, w1.mT, offs=routing.offs, activation=activation)
     result = grouped_mm(hidden, w2.mT, offs=routing.offs)
     return combine(result, routing.place, topk_weights, routing.ids, experts, x.dtype)
 

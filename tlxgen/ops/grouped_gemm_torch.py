@@ -83,18 +83,24 @@ def _scaled_product(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tenso
     """With tensor cores' own sums, as kernels have them; torch has a kernel of Hopper's and newer GPUs alone."""
     import torch
 
-    a, b, scale_a, scale_b = (inputs[name] for name in ("a", "b", "scale_a", "scale_b"))
+    a = inputs["a"]
     if problem.empty or a.device.type != "cuda" or not hasattr(torch, "_scaled_grouped_mm"):
         result = torch.zeros(_product_shape(problem), dtype=torch.bfloat16, device=a.device)
-        for expert, one, other, c in _experts("2d3d", {**inputs, "a": a.float() * scale_a[:, None]}, result):
-            c.copy_((one @ other.float()) * scale_b[expert])
+        for expert, one, other, c in _experts("2d3d", {**inputs, "a": a.float() * inputs["scale_a"][:, None]}, result):
+            c.copy_((one @ other.float()) * inputs["scale_b"][expert])
         return result
-    taken, padding = _taken(b), (0, -problem.N % _ALIGNMENT)
-    scale_b = torch.nn.functional.pad(scale_b, padding).contiguous()
-    result = torch._scaled_grouped_mm(  # noqa: SLF001 - its oldest name
-        _taken(a), taken, scale_a, scale_b, offs=inputs["offs"], out_dtype=torch.bfloat16, use_fast_accum=True
-    )
+    operands = scaled_operands(inputs)
+    options = {"offs": inputs["offs"], "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    result = torch._scaled_grouped_mm(*operands, **options)  # type: ignore[arg-type]  # noqa: SLF001 - its oldest name
     return result[:, : problem.N]
+
+
+def scaled_operands(inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A, B and their scales as torch's kernel takes them: B's columns contiguous, and sizes that 16 divides."""
+    import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+    a, b, scale_a, scale_b = (inputs[name] for name in ("a", "b", "scale_a", "scale_b"))
+    return _taken(a), _taken(b.mT).mT, scale_a, F.pad(scale_b, (0, -b.shape[2] % _ALIGNMENT))
 
 
 def _product_shape(problem: GroupedGemmProblem) -> tuple[int, ...]:
