@@ -30,7 +30,7 @@ from tlxgen.record import TunedRecord
 from tlxgen.store import Store
 
 H200 = target("h200")
-GEMM, ATTENTION, VECTOR_ADD = (ops.get(name) for name in ("gemm", "attention", "vector_add"))
+GEMM, ATTENTION, VECTOR_ADD, GROUPED = (ops.get(name) for name in ("gemm", "attention", "vector_add", "grouped_gemm"))
 PROBLEMS: list[Problem] = [
     GEMM.problem((512, 512, 512), layout="nt"),
     GEMM.problem((1024, 512, 512), layout="nt"),
@@ -39,6 +39,12 @@ PROBLEMS: list[Problem] = [
     ATTENTION.problem((1, 4, 64, 64), kv_heads=2, kv_len=128, causal="bottom-right"),
     ATTENTION.problem((1, 2, 64, 64), lse=True),
     VECTOR_ADD.problem((4096,)),
+    GROUPED.problem((4, 64, 32, 48), layout="nt", epilogue="bias+swiglu"),
+    GROUPED.problem((4, 64, 32, 48), form="3d2d", group_sizes="even"),
+    GROUPED.problem((4, 64, 32, 48), form="2d2d", out_dtype="fp32"),
+    GROUPED.problem((4, 64, 32, 48), form="3d3d", epilogue="bias+gelu"),
+    GROUPED.problem((4, 64, 32, 48), form="gather", layout="nt"),
+    GROUPED.problem((4, 64, 32, 48), dtype="e4m3"),
 ]
 
 
@@ -137,6 +143,11 @@ class TestRefusals:
         with pytest.raises(InvalidProblemError, match="attention_varlen cannot be exported"):
             write_package(tmp_path / "x", [ops.get("attention_varlen").problem((2, 2, 64, 64))], H200)
 
+    def test_calls_that_do_not_tell_their_problem(self, tmp_path: Path) -> None:
+        masked = GROUPED.problem((4, 64, 32, 48), form="masked", max_rows=32)
+        with pytest.raises(InvalidProblemError, match="masked cannot be exported"):
+            write_package(tmp_path / "x", [masked], H200)
+
     def test_nothing_and_sizes_of_zero(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidProblemError, match="nothing to export"):
             write_package(tmp_path / "x", [], H200)
@@ -159,7 +170,7 @@ assert torch.equal(mine.gemm(a, b.mT), a @ b.mT)
 q, k = torch.randn(1, 4, 64, 64).bfloat16(), torch.randn(1, 2, 128, 64).bfloat16()
 assert mine.attention(q, k, k, causal="bottom-right").shape == q.shape
 assert torch.equal(mine.vector_add(a[0], b[0]), a[0] + b[0])
-assert len(mine.entries()) == 7
+assert len(mine.entries()) == 13
 for path in sorted(pathlib.Path(mine.__file__).parent.glob("kernels/*_*.py")):
     if path.stem != "__init__":
         module = importlib.import_module(f"kernels_of_mine.kernels.{path.stem}")
@@ -296,6 +307,13 @@ class TestDispatch:
         with pytest.raises(ValueError, match=r"causal|window|heads"):
             imported.attention(q, k, k, **options)
 
+    def test_bad_calls_of_grouped_gemm_are_errors(self, imported: Any) -> None:
+        a, b, offs = torch.randn(8, 16), torch.randn(2, 16, 4), torch.tensor([3, 8], dtype=torch.int32)
+        for bad in ({"offs": None}, {"offs": offs[:1]}, {"offs": offs, "activation": "tanh"}):
+            with pytest.raises(ValueError, match=r"see|activation"):
+                imported.grouped_gemm(a, b, **bad)
+        assert imported.grouped_gemm(a, b, offs=offs).shape == (8, 4)
+
 
 def call(package: Any, problem: Problem, inputs: dict[str, Any]) -> Any:
     """The package's function on the problem's tensors."""
@@ -305,9 +323,14 @@ def call(package: Any, problem: Problem, inputs: dict[str, Any]) -> Any:
     if problem.operator == "attention":
         options = {name: fields[name] for name in ("causal", "window", "softcap")}
         return package.attention(inputs["q"], inputs["k"], inputs["v"], return_lse=fields["lse"], **options)
+    out_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[fields["out_dtype"]]
+    if problem.operator == "grouped_gemm":
+        tensors = {name: value for name, value in inputs.items() if name not in ("a", "b")}
+        activation = fields["epilogue"].removeprefix("bias").removeprefix("+").removeprefix("none") or None
+        asked = {"activation": activation, "out_dtype": out_dtype, "group_sizes": fields["group_sizes"]}
+        return package.grouped_gemm(inputs["a"], inputs["b"], **tensors, **asked)
     options = {name: inputs[name] for name in ("bias", "residual", "scale") if name in inputs}
     activation = next((part for part in fields["epilogue"].split("+") if part in ("relu", "gelu", "silu")), None)
-    out_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[fields["out_dtype"]]
     return package.gemm(inputs["a"], inputs["b"], activation=activation, out_dtype=out_dtype, **options)
 
 
@@ -346,6 +369,18 @@ class TestCommandLine:
         labels = [entry["label"] for entry in json.loads(out)["entries"]]
         assert labels == ["gemm 256 256 256 bf16 nt", "vector_add 4096 bf16"]
         assert (tmp_path / "made" / "__init__.py").is_file()
+
+    def test_of_a_suite_what_cannot_be_exported_is_left_out_and_told(
+        self, tlxgen: Callable[..., Any], tmp_path: Path
+    ) -> None:
+        suite = tmp_path / "own.yaml"
+        suite.write_text(
+            "operator: grouped_gemm\noptions: {layout: nt}\nshapes:\n  - {sizes: [4, 64, 32, 48]}\n"
+            "  - {sizes: [4, 64, 32, 48], options: {form: masked, max_rows: 32}}\n"
+        )
+        status, out, told = tlxgen(tmp_path / "made", "--suite", suite, "--json")
+        assert (status, len(json.loads(out)["entries"])) == (0, 1)
+        assert "left out: grouped_gemm 4 64 32 48 bf16 nt form=masked max_rows=32: form masked" in told
 
     def test_a_suite_of_the_project_by_name(self, tlxgen: Callable[..., Any], tmp_path: Path) -> None:
         assert (paths.SUITES / "vector_add.yaml").is_file()

@@ -35,14 +35,18 @@ def export(
     options may be given together and again.
     """
     from tlxgen import devices
-    from tlxgen.export import write_package
+    from tlxgen.export import why_not_exported, write_package
 
     gpu = devices.target(target) if target else devices.detect() or devices.target("h200")
-    problems = [
+    listed = [
         *(found for name in suite or () for found in suites.problems(name)),
         *(found for name in operator or () for found in _tuned(name, gpu)),
-        *map(_labelled, problem or ()),
     ]
+    problems = [found for found in listed if why_not_exported(found) is None] or listed  # of nothing else, say why
+    for found in listed if len(problems) < len(listed) else ():
+        if reason := why_not_exported(found):
+            typer.echo(f"left out: {found.label}: {reason}", err=True)
+    problems += map(_labelled, problem or ())
     manifest = write_package(directory, problems, gpu)
     if as_json:
         typer.echo(json.dumps(manifest.model_dump(mode="json"), sort_keys=True))

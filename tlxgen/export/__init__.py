@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tlxgen.export.package import write_package
+from tlxgen.export.package import why_not_exported, write_package
 
-__all__ = ["write_package"]
+__all__ = ["why_not_exported", "write_package"]

@@ -26,7 +26,10 @@ from tlxgen.toolchain import toolchain
 _STANDALONE = Path(__file__).parent / "standalone"
 
 #: Operators whose calls the standalone modules understand.
-OPERATORS = ("gemm", "attention", "vector_add")
+OPERATORS = ("gemm", "grouped_gemm", "attention", "vector_add")
+
+#: Of grouped GEMM, the form whose number of tokens only the device knows, and the table asks for.
+_UNKNOWN = "masked"
 
 
 def write_package(directory: Path, problems: Iterable[Problem], gpu: Gpu) -> Manifest:
@@ -62,15 +65,23 @@ def write_package(directory: Path, problems: Iterable[Problem], gpu: Gpu) -> Man
     return manifest
 
 
-def _entry(problem: Problem, gpu: Gpu) -> tuple[Entry, KernelSource] | None:
-    """The problem's line of the table and its kernel; None where torch computes."""
+def why_not_exported(problem: Problem) -> str | None:
+    """Why no package can serve a problem, or None."""
     if problem.operator not in OPERATORS:
-        raise InvalidProblemError(
-            f"{problem.label}: {problem.operator} cannot be exported; {', '.join(OPERATORS)} can, "
+        return (
+            f"{problem.operator} cannot be exported; {', '.join(OPERATORS)} can, "
             "and `tlxgen emit` writes any kernel as a file of its own"
         )
-    if problem.empty:
-        raise InvalidProblemError(f"{problem.label}: a size is zero, so there is no kernel to export")
+    if getattr(problem, "form", None) == _UNKNOWN:
+        return f"form {_UNKNOWN} cannot be exported, since calls do not tell ROWS"
+    return "a size is zero, so there is no kernel to export" if problem.empty else None
+
+
+def _entry(problem: Problem, gpu: Gpu) -> tuple[Entry, KernelSource] | None:
+    """The problem's line of the table and its kernel; None where torch computes."""
+    reason = why_not_exported(problem)
+    if reason:
+        raise InvalidProblemError(f"{problem.label}: {reason}")
     choice = runtime.select(problem, gpu, note_miss=False)
     if choice.config is None:
         return None

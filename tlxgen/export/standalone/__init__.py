@@ -7,6 +7,7 @@ for: other problems, other GPUs, gradients, tensors that lie otherwise in memory
 from .attention import attention
 from .dispatch import entries, explain
 from .gemm import gemm
+from .grouped_gemm import grouped_gemm
 from .vector_add import vector_add
 
-__all__ = ["attention", "entries", "explain", "gemm", "vector_add"]
+__all__ = ["attention", "entries", "explain", "gemm", "grouped_gemm", "vector_add"]

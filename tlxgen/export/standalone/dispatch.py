@@ -16,7 +16,7 @@ from torch import Tensor
 
 _ALIGNMENT = 16  # bytes: what TMA asks of base addresses and of strides
 _LOCK = threading.Lock()
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_NAMES = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 #: Modules that could not be imported or launched, each with the reason; they are not tried again.
 _BROKEN: dict[str, str] = {}
@@ -54,7 +54,7 @@ def explain(operator: str, problem: Mapping[str, Any], tensors: Sequence[Tensor]
     """Which kernel serves a problem, or why torch does.
 
     Args:
-        operator: `gemm`, `attention` or `vector_add`.
+        operator: `gemm`, `grouped_gemm`, `attention` or `vector_add`.
         problem: its fields, as in the manifest.
         tensors: of a call, whose device and gradients matter too.
     """
