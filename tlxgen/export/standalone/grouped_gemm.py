@@ -133,7 +133,7 @@ def _by_torch(form: str, tensors: dict[str, Any], activation: str | None, out_dt
     ends = None if form == "3d3d" else tensors["offs"].tolist()
     shapes = {"3d2d": (*a.shape[1:2], b.shape[-1]), "2d2d": (len(ends or ()), a.shape[0], b.shape[-1])}
     columns = b.shape[-1] // 2 if activation in _GATED else b.shape[-1]
-    out = a.new_zeros(shapes.get(form, (*a.shape[:-1], columns)), dtype=out_dtype)
+    out: Tensor = a.new_zeros(shapes.get(form, (*a.shape[:-1], columns)), dtype=out_dtype)
     for expert, x, y, z in _experts("2d3d" if form == "gather" else form, a, b, out, ends):
         product = (x @ y).float()
         product = product if bias is None else product + bias[expert].float()
