@@ -4,7 +4,8 @@
     >>> out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # doctest: +SKIP
 
 Kernels come from `tlxgen.get_kernel`. In a graph of `torch.compile` operators of `tlxgen.library` stand for the calls,
-but for those of `grouped_mm`: the graph is left before them and taken up after them, which `fullgraph=True` refuses.
+but for those of `scaled_grouped_mm`: the graph is left before them and taken up after them, which `fullgraph=True`
+refuses.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from tlxgen import ops, runtime, torch_own
-from tlxgen.calls import as_given, transformed, untraced
+from tlxgen import library, library_grouped, ops, runtime, torch_own
+from tlxgen.calls import as_given, transformed
 from tlxgen.devices import Hopper
 from tlxgen.errors import InvalidProblemError
 from tlxgen.ops.grouped_gemm_problem import GATED
@@ -32,7 +32,6 @@ _DTYPES = frozenset({torch.bfloat16, torch.float16})
 _EPILOGUES = {activation: epilogue for epilogue, activation in GATED.items()}
 
 
-@untraced
 def grouped_mm(
     mat_a: Tensor,
     mat_b: Tensor,
@@ -59,8 +58,13 @@ def grouped_mm(
     device, strides as torch asks for them, no size of zero, not under functorch's transforms. It also goes to torch
     where `tlxgen.get_kernel` has nothing better (`Kernel.origin` is `torch`). Nothing waits for the device.
     """
+    ours = bias is None and (out_dtype is None or out_dtype == mat_a.dtype)
+    if torch.compiler.is_compiling():
+        if ours and _in_graphs(mat_a, mat_b, offs):
+            return library_grouped.grouped_mm(mat_a, mat_b, offs, "")
+        return _torch(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
     kernel = None
-    if bias is None and (out_dtype is None or out_dtype == mat_a.dtype):
+    if ours:
         taken = _taken("none", mat_a, mat_b, offs)
         if taken is not None:
             return taken(mat_a, mat_b, offs)
@@ -69,12 +73,11 @@ def grouped_mm(
     if kernel is None:
         return _torch(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
     if torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad):
-        result: Tensor = _GroupedProduct.apply(mat_a, mat_b, offs, kernel)  # type: ignore[no-untyped-call]
-        return result
+        recorded: Tensor = _GroupedProduct.apply(mat_a, mat_b, offs, kernel)  # type: ignore[no-untyped-call]
+        return recorded
     return _taking(kernel, "none", mat_a, mat_b, offs)
 
 
-@untraced
 def gated_mm(
     mat_a: Tensor,
     mat_b: Tensor,
@@ -94,15 +97,23 @@ def gated_mm(
         (tokens, N / 2). One kernel makes it, and rounds once, where one takes the call and no gradient is wanted. Else
         it is `grouped_mm`'s result and torch's activation of that.
     """
+    differentiable = torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad)
+    if torch.compiler.is_compiling():
+        if not differentiable and _in_graphs(mat_a, mat_b, offs):
+            return library_grouped.grouped_mm(mat_a, mat_b, offs, activation)
+        return _activated(mat_a, mat_b, offs, activation)
     epilogue = _EPILOGUES[activation]
     taken = _taken(epilogue, mat_a, mat_b, offs)
     if taken is not None:
         return taken(mat_a, mat_b, offs)
-    differentiable = torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad)
     if not differentiable and _plain(mat_a, mat_b, offs):
         kernel = _find(mat_a, mat_b, offs, epilogue)
         if kernel is not None:
             return _taking(kernel, epilogue, mat_a, mat_b, offs)
+    return _activated(mat_a, mat_b, offs, activation)
+
+
+def _activated(mat_a: Tensor, mat_b: Tensor, offs: Tensor, activation: str) -> Tensor:
     gate, up = grouped_mm(mat_a, mat_b, offs=offs).chunk(2, dim=1)
     result: Tensor = getattr(F, activation)(gate) * up
     return result
@@ -113,7 +124,24 @@ def _torch(mat_a: Tensor, mat_b: Tensor, **named: Any) -> Tensor:
     return result
 
 
+def _in_graphs(a: Tensor, b: Tensor, offs: Tensor | None) -> bool:
+    """Whether an operator stands for a call in a graph; it is asked while the graph is made."""
+    return (
+        library.kernels_here()
+        and _seen(a, b, offs)
+        and _layout(a) is not None
+        and _layout(b) is not None
+        and _fields(a, b, offs) is not None
+        and 0 not in (*a.shape, *b.shape)
+    )
+
+
 def _plain(a: Tensor, b: Tensor, offs: Tensor | None) -> bool:
+    """Whether kernels see all that there is to these tensors, and autograd and its kin need not."""
+    return _seen(a, b, offs) and not transformed()
+
+
+def _seen(a: Tensor, b: Tensor, offs: Tensor | None) -> bool:
     """Whether kernels see all that there is to these tensors."""
     given = (a, b) if offs is None else (a, b, offs)
     for tensor in given:
@@ -123,9 +151,8 @@ def _plain(a: Tensor, b: Tensor, offs: Tensor | None) -> bool:
             return False
     if a.dtype not in _DTYPES or b.dtype != a.dtype:
         return False
-    if torch.is_autocast_enabled(_DEVICE) and torch.get_autocast_dtype(_DEVICE) != a.dtype:
-        return False  # torch would convert them
-    return not transformed()
+    # Else torch would convert them.
+    return not torch.is_autocast_enabled(_DEVICE) or torch.get_autocast_dtype(_DEVICE) == a.dtype
 
 
 #: By shapes, strides, dtypes and devices: the kernel, or None where torch is to compute.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tlxgen.errors import InvalidProblemError
 from tlxgen.functional_grouped import gated_mm, grouped_mm
+from tlxgen.library_grouped import moe_combine
 from tlxgen.moe_combine import combine
 from tlxgen.moe_routing import route
 
@@ -63,7 +64,13 @@ def fused_moe(
         tokens = torch.where((routing.keys < experts)[:, None], tokens, 0.0)
     hidden = gated_mm(tokens, w1.mT, offs=routing.offs, activation=activation)
     result = grouped_mm(hidden, w2.mT, offs=routing.offs)
+    if torch.compiler.is_compiling() and not _differentiable(result, topk_weights):
+        return moe_combine(result, routing.place, topk_weights, routing.ids, experts, x)
     return combine(result, routing.place, topk_weights, routing.ids, experts, x.dtype)
+
+
+def _differentiable(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _why_no_layer(x: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> str | None:
