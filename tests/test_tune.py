@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -519,3 +520,43 @@ class TestTwins:
         without = {config: time for config, time in everything.items() if config != first}
         times = {"dirichlet": everything, "even": everything, "zipf": without}
         assert self.tuned(times, store, monkeypatch).record.config == second
+
+
+class TestLentCompilers:
+    """Those of a whole suite: their start takes longer than most compilations."""
+
+    class Slow(InstantPool):
+        """Begins nothing that is not waited for; notes what was dropped, and whether it was closed."""
+
+        def __init__(self, first: int) -> None:
+            super().__init__()
+            self.first, self.closed = first, False
+            self.submitted: list[Any] = []
+
+        def submit(self, source: Any) -> Any:
+            future = super().submit(source) if len(self.submitted) < self.first else Future()
+            self.submitted.append(future)
+            return future
+
+        def __exit__(self, *_: object) -> None:
+            self.closed = True
+
+    def test_are_left_running_and_what_has_not_begun_is_dropped(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        recorded = card()
+        recorded.child.alive = True
+        monkeypatch.setattr(tune, "Card", lambda *_: recorded)
+        pool: Any = self.Slow(first=32)
+        monkeypatch.setattr("os.cpu_count", lambda: 16)
+        result = tune.tune(problem(SQUARE), store, budget=Budget(100, 0.0), pool=pool)
+        assert result.state.tried <= 32
+        assert not pool.closed
+        assert all(future.cancelled() for future in pool.submitted[32:])
+
+    def test_rank_leaves_them_too(self, store: Store) -> None:
+        pool: Any = self.Slow(first=3)
+        result = tune.rank(problem(SQUARE), H200, store, budget=Budget(20, 0.0), pool=pool)
+        assert result.record.origin == "predicted"
+        assert not pool.closed
+        assert all(future.cancelled() for future in pool.submitted[3:])

@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,8 +110,11 @@ def rank(
     workers: int | None = None,
     templates: tuple[str, ...] | None = None,
     progress: Progress | None = None,
+    pool: CompilePool | None = None,
 ) -> TuneResult:
     """Tuning without a GPU: compiles the model's favourites and keeps the best that compiles well as `predicted`.
+
+    `pool` are compilers that are left running, as of `tune`.
 
     Raises:
         TuningError: none compiles.
@@ -122,16 +126,20 @@ def rank(
     compiled: dict[Config, Binary] = {}
     interrupted = False
     try:
-        with CompilePool(gpu.capability, workers, simulate=True) as pool:
-            futures = {config: pool.submit(emit(operator, problem, config)) for config in legal[: budget.trials]}
-            for config, future in futures.items():
-                if state.elapsed > budget.seconds and compiled:
-                    break
-                _await(config, future, compiled, state)
-                if state.best is None and config in compiled:  # they come in the model's order
-                    state.best, state.best_us = config, operator.predict_us(problem, config, gpu)
-                if progress:
-                    progress(state)
+        with _compilers(pool, gpu, workers) as compilers:
+            futures = {config: compilers.submit(emit(operator, problem, config)) for config in legal[: budget.trials]}
+            try:
+                for config, future in futures.items():
+                    if state.elapsed > budget.seconds and compiled:
+                        break
+                    _await(config, future, compiled, state)
+                    if state.best is None and config in compiled:  # they come in the model's order
+                        state.best, state.best_us = config, operator.predict_us(problem, config, gpu)
+                    if progress:
+                        progress(state)
+            finally:
+                for future in futures.values():
+                    future.cancel()
     except KeyboardInterrupt:
         if state.best is None:
             raise
@@ -149,6 +157,11 @@ def rank(
         trials=state.tried,
     )
     return TuneResult(record, store.put(record), state, interrupted, finalists={})
+
+
+def _compilers(pool: CompilePool | None, gpu: Gpu, workers: int | None) -> CompilePool | nullcontext[CompilePool]:
+    """Those that were lent, or such as end with the run."""
+    return CompilePool(gpu.capability, workers, simulate=True) if pool is None else nullcontext(pool)
 
 
 def _await(config: Config, future: Future[Binary], compiled: dict[Config, Binary], state: State) -> None:
@@ -172,6 +185,7 @@ def tune(
     progress: Progress | None = None,
     neighbours: Callable[[], int] = lambda: 0,
     child: Child | None = None,
+    pool: CompilePool | None = None,
 ) -> TuneResult:
     """Measures candidates on this machine's GPU and keeps the best.
 
@@ -188,6 +202,7 @@ def tune(
         progress: called after every candidate.
         neighbours: how many processes compute on the GPU now, ours among them (`tlxgen.gpu_lock.other_processes`).
         child: the process to measure in, which is left running; by default one of the run's own.
+        pool: the compilers, which are left running, and simulate too; by default `workers` of the run's own.
 
     Raises:
         TuningError: every candidate failed; nothing is stored.
@@ -203,8 +218,8 @@ def tune(
         run.resume()
         run.choose_search(sampler, seed)
         try:
-            with CompilePool(report.gpu.capability, workers, simulate=True) as pool:
-                run.search_with(pool, progress)
+            with _compilers(pool, report.gpu, workers) as compilers:
+                run.search_with(compilers, progress)
             return run.finish(interrupted=False)
         except KeyboardInterrupt:
             if not run.relative:
@@ -222,6 +237,11 @@ class _Batch:
     """Candidates in compilation."""
 
     entries: list[tuple[Config, KernelSource, Future[Binary]]]
+
+    def cancel(self) -> None:
+        """Drops those that have not begun."""
+        for _, _, future in self.entries:
+            future.cancel()
 
 
 class _Run:
@@ -303,14 +323,18 @@ class _Run:
         for start in range(0, len(self.untimed), size):  # before the search proposes: it is to hear of them first
             self._measure(self._compile(pool, self.untimed[start : start + size]), progress)
         ahead: deque[_Batch] = deque()
-        while True:
-            while len(ahead) < 2 and (batch := self._propose(pool, size, ahead)):
-                ahead.append(batch)
-            if not ahead:
-                return
-            self._measure(ahead.popleft(), progress)
-            if progress:
-                progress(self.state)
+        try:
+            while True:
+                while len(ahead) < 2 and (batch := self._propose(pool, size, ahead)):
+                    ahead.append(batch)
+                if not ahead:
+                    return
+                self._measure(ahead.popleft(), progress)
+                if progress:
+                    progress(self.state)
+        finally:  # the compilers may be lent, and go on with another problem
+            for batch in ahead:
+                batch.cancel()
 
     def _propose(self, pool: CompilePool, size: int, ahead: deque[_Batch]) -> _Batch | None:
         pending = sum(len(batch.entries) for batch in ahead)
