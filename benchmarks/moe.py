@@ -8,8 +8,8 @@ brought back in one of three ways, which differ by who reads and writes what and
 the peer. Routing is by softmax and top-k of normal logits, some experts being likelier than others. All results are
 held against float64 before anything is timed.
 
-Times are of replays of CUDA graphs, as in `tlxgen.measure`, but for the rotation of inputs: what a layer reads is
-larger than L2 by far, and what a part reads was just written in the layer, too.
+Times are of replays of CUDA graphs (`benchmarks.replays`) without a rotation of inputs: what a layer reads is larger
+than L2 by far, and what a part reads was just written in the layer, too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
+from benchmarks.ahead import compile_served
+from benchmarks.replays import ROUNDS, Call, Samples, samples
 from benchmarks.results import write
 from tlxgen import accuracy, ops, runtime, torch_own
 from tlxgen.devices import target
@@ -37,16 +38,8 @@ from tlxgen.moe_combine import combine
 from tlxgen.moe_routing import route
 from tlxgen.problem import Problem
 
-ROUNDS = 15
 DEVICE = "cuda"
 OURS = "tlxgen"
-
-_WARM_UP_S = 0.3
-_SAMPLE_US = 400.0  # one replay takes about this long
-_MOST_LAUNCHES = 32
-
-Call = Callable[[], Tensor]
-Samples = Mapping[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -112,15 +105,7 @@ def written(folder: Path, report: DeviceReport, rows: list[dict[str, Any]]) -> P
 
 def compile_all(layers: list[Layer], gpu_name: str) -> None:
     """The products' kernels, as `get_kernel` would choose them there."""
-    from tlxgen.compile import compile_candidate
-    from tlxgen.emit import emit
-
-    gpu = target(gpu_name)
-    for problem in dict.fromkeys(problem for layer in layers for problem in layer.problems().values()):
-        choice = runtime.select(problem, gpu, note_miss=False)
-        if choice.config is not None:
-            seconds = compile_candidate(emit(ops.get("grouped_gemm"), problem, choice.config), gpu.capability).seconds
-            print(f"{problem.label:48} {choice.origin:8} {seconds:.1f} s  {choice.config.short}", flush=True)
+    compile_served([problem for layer in layers for problem in layer.problems().values()], target(gpu_name))
 
 
 @dataclass(frozen=True)
@@ -286,56 +271,6 @@ def line(row: Mapping[str, Any]) -> str:
     sizes = f"{layer['name']:14} T {layer['tokens']:5} E {layer['experts']:3} k {layer['choices']:2}"
     times = f"{row['time_us']:9.1f} us  {row['peer']} {row['peer_us']:9.1f} us  {row['ratio']:.3f}"
     return f"{sizes} {times}  {shown}  {'/'.join(row.get('origins', {}).values())}"
-
-
-def samples(calls: Mapping[str, Call]) -> dict[str, list[float]]:
-    """Microseconds of one call, one value a round, for each name: replays in turn, in reversed order each round."""
-    graphs = {name: captured(call) for name, call in calls.items()}
-    until = time.perf_counter() + _WARM_UP_S
-    while time.perf_counter() < until:
-        for graph, _ in graphs.values():
-            graph.replay()
-        torch.cuda.synchronize()
-    found: dict[str, list[float]] = {name: [] for name in graphs}
-    dummy, _ = graphs[OURS]
-    for turn in range(ROUNDS):
-        order = list(graphs) if turn % 2 else list(graphs)[::-1]
-        dummy.replay()  # what is timed next to a synchronisation reads slow
-        events = {name: replayed(graphs[name][0]) for name in order}
-        dummy.replay()
-        torch.cuda.synchronize()
-        for name, (start, stop) in events.items():
-            found[name].append(start.elapsed_time(stop) * 1e3 / graphs[name][1])
-    return found
-
-
-def captured(call: Call) -> tuple[Any, int]:
-    """A graph of several calls, and how many."""
-    launches = max(1, min(_MOST_LAUNCHES, math.ceil(_SAMPLE_US / rough_us(call))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            call()
-    return graph, launches
-
-
-def rough_us(call: Call) -> float:
-    """A first look at one call, after one that loads kernels."""
-    call()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - started) * 1e6
-
-
-def replayed(graph: Any) -> tuple[Any, Any]:
-    """The events around a replay."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    graph.replay()
-    stop.record()
-    return start, stop
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@
 - `contention`: how much the library's own times scatter, on a quiet card and beside a process that loads it; what the
   tuner would say of it, and what choosing by such times costs.
 
-One process owns the card throughout, and every step is written when it is done.
+One process owns the card throughout, compilers go on from one tuning to the next, and every step is written when it is
+done.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from benchmarks.load import Load, beside
 from benchmarks.results import row, write
 from tlxgen import devices, gpu_lock, ops, space
 from tlxgen.candidates import candidates
+from tlxgen.compile_pool import CompilePool
 from tlxgen.config import Config
 from tlxgen.devices import Gpu
 from tlxgen.emit import emit
@@ -55,6 +57,8 @@ FINALISTS = 8
 MEASUREMENTS = 20
 LOADS: dict[str, Load | None] = {"none": None, "steady": Load(0.0), "bursts": Load(0.05)}
 
+_HOPPER = (9, 0)
+
 Row = dict[str, Any]
 
 
@@ -64,6 +68,7 @@ class Plan:
 
     problem: Problem
     child: Child
+    pool: CompilePool
     output: Path
     repeats: int
     budget: Budget
@@ -84,15 +89,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each tuning's search")
     parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
-    child = Child()
+    gpu = devices.detect()
+    child, pool = Child(), CompilePool(gpu.capability if gpu else _HOPPER, simulate=True)
     try:
         for label in arguments.problem or LABELS:
             budget = Budget(arguments.trials, arguments.seconds)
-            plan = Plan(_problem(label), child, arguments.output, arguments.repeats, budget)
+            plan = Plan(_problem(label), child, pool, arguments.output, arguments.repeats, budget)
             for part in arguments.only or PARTS:
                 print(f"{part}: {plan.problem.label}", flush=True)
                 print(PARTS[part](plan), flush=True)
     finally:
+        pool.close()
         child.kill()
 
 
@@ -138,7 +145,8 @@ def tunings(plan: Plan) -> Path:
 
 def _from_scratch(plan: Plan, seed: int) -> TuneResult:
     with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder) / "tuned.db") as store:
-        return tune(plan.problem, store, sampler=SAMPLER, budget=plan.budget, seed=seed, child=plan.child)
+        lent: dict[str, Any] = {"child": plan.child, "pool": plan.pool}
+        return tune(plan.problem, store, sampler=SAMPLER, budget=plan.budget, seed=seed, **lent)
 
 
 def _tuning_row(problem: Problem, seed: int, result: TuneResult) -> Row:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import moe
+from benchmarks import moe, replays
 from benchmarks.moe import LAYERS, OURS, Layer
 from tlxgen import accuracy, functional, ops
 from tlxgen.devices import target
@@ -105,7 +105,7 @@ def test_each_layer_is_written_and_printed(
     assert str(path) in printed
     assert "geometric mean 1.500, least 1.500 over 2 layers" in printed
     content = json.loads(path.read_text())
-    assert content["rounds"] == moe.ROUNDS
+    assert content["rounds"] == replays.ROUNDS
     assert [row["layer"]["name"] for row in content["rows"]] == ["Two", "Many"]
     assert all(row["errors"][OURS] < 1e-2 and set(row["origins"]) == {"first", "second"} for row in content["rows"])
 

@@ -13,10 +13,12 @@ import pytest
 
 from tlxgen import cli, devices, ops, runtime, suites, tuning_cli
 from tlxgen.candidates import default_config
+from tlxgen.compile_pool import CompilePool
 from tlxgen.devices import target
 from tlxgen.emit import emit
 from tlxgen.errors import TuningError
 from tlxgen.keys import tuning_key
+from tlxgen.process import Child
 from tlxgen.record import TunedRecord
 from tlxgen.selection import select
 from tlxgen.store import Store
@@ -33,12 +35,19 @@ def on_h200(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterat
 
 
 @pytest.fixture
-def tuned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def processes() -> list[tuple[object, ...]]:
+    """What was lent to each run: a process that measures, and compilers."""
+    return []
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch, processes: list[tuple[object, ...]]) -> list[str]:
     """Labels of what was tuned; nothing is."""
     labels: list[str] = []
 
-    def run(problem: Any, options: tuning_cli.Options, _log: object, _child: object) -> SimpleNamespace:
+    def run(problem: Any, options: tuning_cli.Options, _log: object, *lent: object) -> SimpleNamespace:
         labels.append(problem.label)
+        processes.append(lent)
         if problem.M == 512:
             raise TuningError("no candidate survived")
         return SimpleNamespace(interrupted=problem.M == 1536)
@@ -61,6 +70,24 @@ def tlxgen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
 
     yield command
     signal.signal(signal.SIGTERM, before)
+
+
+def keep(problem: Any, **changes: Any) -> TunedRecord:
+    """A measured row of today's code, but for changes, in the database."""
+    config = default_config(problem, H200)
+    assert config is not None
+    record = TunedRecord(
+        key=tuning_key(problem, H200.key),
+        config=config,
+        origin="measured",
+        source_hash=emit(ops.get("gemm"), problem, config).code_hash,
+        time_us=10.0,
+        protocol="graph-2",
+    ).model_copy(update=changes)
+    with Store.open(read_only_ok=False) as store:
+        store.delete([record.key])
+        store.put(record)
+    return record
 
 
 def ask(m: int, times: int = 1, gpu: devices.Gpu = H200) -> None:
@@ -95,6 +122,17 @@ def test_one_failure_stops_no_other_and_is_told_at_the_end(
     assert "1 of 2 problems have no working candidate: gemm 512 1024 1024 bf16 nn" in " ".join(
         capsys.readouterr().err.split()
     )
+
+
+def test_all_are_measured_in_one_process_and_compiled_in_one_pool(
+    tlxgen: Callable[..., int], tuned: list[str], processes: list[tuple[object, ...]]
+) -> None:
+    ask(1024)
+    ask(2048)
+    assert tlxgen("--untuned") == 0
+    first, second = processes
+    assert [type(one) for one in first] == [Child, CompilePool]
+    assert all(one is other for one, other in zip(first, second, strict=True))
 
 
 def test_an_interruption_ends_the_list(tlxgen: Callable[..., int], tuned: list[str]) -> None:
@@ -136,29 +174,72 @@ class TestSuite:
         self, tlxgen: Callable[..., int], tuned: list[str], suite: str
     ) -> None:
         problem = ops.get("gemm").problem((1024, 1024, 1024), layout="nt")
-        config = default_config(problem, H200)
-        assert config is not None
-        record = TunedRecord(
-            key=tuning_key(problem, H200.key),
-            config=config,
-            origin="measured",
-            source_hash=emit(ops.get("gemm"), problem, config).code_hash,
-            time_us=10.0,
-            protocol="graph-2",
-        )
-        with Store.open() as store:
-            store.put(record)
+        keep(problem)
         assert tlxgen("--suite", suite) == 1  # of 512 no candidate survives
         assert tuned == ["gemm 512 1024 1024 bf16 nt", "gemm 2048 1024 1024 bf16 nn"]
         tuned.clear()
-        with Store.open() as store:
-            store.delete([record.key])
-            store.put(record.model_copy(update={"source_hash": "0" * 32}))  # of code that has changed
+        keep(problem, source_hash="0" * 32)  # of code that has changed
         tlxgen("--suite", suite)
         assert "gemm 1024 1024 1024 bf16 nt" in tuned
 
+    def test_what_is_tuned_is_tuned_again_on_demand(
+        self, tlxgen: Callable[..., int], tuned: list[str], suite: str
+    ) -> None:
+        record = keep(ops.get("gemm").problem((1024, 1024, 1024), layout="nt"))
+        tlxgen("--suite", suite, "--again")
+        assert tuned == [problem.label for problem in suites.problems(suite)]
+        with Store.open() as store:
+            assert store.get(record.key) == record, "it takes part in the new final"
+
     @pytest.mark.parametrize(
-        "words", [["--suite", "nosuch"], ["gemm", "8", "8", "8", "--suite", "gemm"], ["--untuned", "--suite", "gemm"]]
+        ("words", "found"),
+        [
+            (["nt"], [512, 1024]),
+            (["1024 1024"], [512, 1024, 2048]),
+            (["2048"], [2048]),
+            (["1024 1024 1024"], [1024]),
+            (["512 1024", "nt"], [512]),
+        ],
+    )
+    def test_words_choose_a_part(
+        self, tlxgen: Callable[..., int], tuned: list[str], suite: str, words: list[str], found: list[int]
+    ) -> None:
+        tlxgen("--suite", suite, *(f"--only={some}" for some in words))
+        assert [int(label.split()[1]) for label in tuned] == found
+
+    @pytest.mark.parametrize("words", [["nt", "nn"], ["102"], ["4 1024"]], ids=" and ".join)
+    def test_words_that_no_shape_has_are_bad_input(
+        self,
+        tlxgen: Callable[..., int],
+        tuned: list[str],
+        suite: str,
+        words: list[str],
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        assert tlxgen("--suite", suite, *(f"--only={some}" for some in words)) == 2
+        assert tuned == []
+        told = " ".join(capsys.readouterr().err.split())
+        assert f"has {' and '.join(map(repr, words))}; one is 'gemm 512 1024 1024 bf16 nt'" in told
+
+    def test_what_is_chosen_may_be_tuned_already(
+        self, tlxgen: Callable[..., int], tuned: list[str], suite: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        keep(ops.get("gemm").problem((1024, 1024, 1024), layout="nt"))
+        assert tlxgen("--suite", suite, "--only", "1024 1024 1024") == 0
+        assert tuned == []
+        assert "1 of 1 shapes are tuned on h200" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["--suite", "nosuch"],
+            ["gemm", "8", "8", "8", "--suite", "gemm"],
+            ["--untuned", "--suite", "gemm"],
+            ["--untuned", "--only", "nt"],
+            ["gemm", "8", "8", "8", "--again"],
+            ["gemm", "8", "8", "8", "--within", "60"],
+        ],
+        ids=" ".join,
     )
     def test_what_makes_no_list_is_bad_input(
         self, tlxgen: Callable[..., int], tuned: list[str], words: list[str]
@@ -185,3 +266,52 @@ class TestSuite:
         found = suites.problems(name)
         assert len(set(found)) == len(found) > 0
         assert {problem.operator for problem in found} == {name}
+
+
+class TestPart:
+    """`suites.part`: shapes by words of their labels."""
+
+    def test_finds_values_of_fields(self) -> None:
+        listed = suites.problems("grouped_gemm")
+        found = suites.part(listed, ["gather"])
+        assert found == suites.part(listed, ["form=gather"]) == [one for one in listed if "gather" in one.label]
+        assert 0 < len(found) < len(listed)
+        assert suites.part(found, ["swiglu", "grouped_gemm"]) == suites.part(listed, ["gather", "swiglu"])
+        assert suites.part(listed, []) == listed
+
+    def test_ends_words_where_an_epilogue_has_another_part(self) -> None:
+        problem = ops.get("gemm").problem((8, 8, 8), epilogue="bias+gelu")
+        assert suites.part([problem], ["gelu"]) == suites.part([problem], ["bias+gelu"]) == [problem]
+        assert suites.part([problem], ["gel"]) == []
+
+
+class TestWithin:
+    """`--within`: a list ends where its time is over, between two problems."""
+
+    @pytest.fixture(autouse=True)
+    def ten_seconds_each(self, monkeypatch: pytest.MonkeyPatch, tuned: list[str]) -> None:
+        monkeypatch.setattr(tuning_cli, "time", SimpleNamespace(monotonic=lambda: 10.0 * len(tuned)))
+
+    @pytest.mark.parametrize(("seconds", "begun"), [(0, 1), (15, 2), (25, 3), (1000, 3)])
+    def test_no_problem_is_begun_after_it(
+        self,
+        tlxgen: Callable[..., int],
+        tuned: list[str],
+        seconds: int,
+        begun: int,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        for times, m in enumerate((1024, 2048, 4096), start=1):
+            ask(m, times)
+        assert tlxgen("--untuned", "--within", str(seconds)) == 0
+        assert tuned == [f"gemm {m} 1024 1024 bf16 nn" for m in (4096, 2048, 1024)][:begun]
+        told = " ".join(capsys.readouterr().err.split())
+        assert ("s are over" in told) == (begun < 3)
+        if begun < 3:
+            assert f"{seconds} s are over: {3 - begun} of 3 problems are left, first gemm" in told
+
+    def test_a_failure_is_told_all_the_same(self, tlxgen: Callable[..., int], tuned: list[str]) -> None:
+        ask(512, times=2)
+        ask(1024)
+        assert tlxgen("--untuned", "--within", "5") == 1
+        assert len(tuned) == 1

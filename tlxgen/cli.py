@@ -132,6 +132,16 @@ def tune(
         str | None,
         typer.Option(help="All shapes of a suite that are not tuned: a YAML file, or a name such as attention."),
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of a suite, the shapes with these words in their labels; given again, with those words as well."
+        ),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Of a suite, what is tuned too.")] = False,
+    within: Annotated[
+        float | None, typer.Option(min=0, help="Of --untuned and --suite: begin no problem after so many seconds.")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Find the best kernel for a problem and keep it.
@@ -141,6 +151,10 @@ def tune(
     """
     from tlxgen import tuning_cli
 
+    if suite is None and (only or again):
+        raise InvalidProblemError(f"{'--only' if only else '--again'} chooses from a suite; add --suite")
+    if within is not None and suite is None and not untuned:
+        raise InvalidProblemError("--within is for lists, --untuned or --suite; --seconds is the time of one search")
     options = tuning_cli.Options(
         trials=trials,
         seconds=seconds,
@@ -151,6 +165,7 @@ def tune(
         compile_only=compile_only,
         target=target,
         as_json=as_json,
+        within=within,
     )
     if untuned:
         if sizes or suite is not None:
@@ -160,7 +175,7 @@ def tune(
     if suite is not None:
         if operator is not None:
             raise InvalidProblemError("--suite takes its problems from the file, so none may be named beside it")
-        tuning_cli.run_suite(suite, options, _log)
+        tuning_cli.run_suite(suite, options, _log, only=only or (), again=again)
         return
     if operator is None:
         raise InvalidProblemError(f"name a problem, such as `tlxgen tune gemm 4096 4096 4096`; or {_UNTUNED}")

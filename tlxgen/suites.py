@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,19 @@ def problems(suite: str | Path) -> list[Problem]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, TlxgenError, KeyError, TypeError, AttributeError) as error:
         told = " ".join(f"{type(error).__name__}: {error}".split())
         raise InvalidProblemError(f"suite {path} cannot be read: {told}") from None
+
+
+def part(listed: Iterable[Problem], words: Sequence[str]) -> list[Problem]:
+    """The problems whose labels have each of these in them: words that follow one another, such as `8 8192` or `zipf`.
+
+    Words end at `=` and `+` too, so that `form=gather` is found by `gather`, and are whole: `8192` finds no 81920.
+    """
+    return [one for one in listed if all(_spaced(some) in _spaced(one.label) for some in words)]
+
+
+def _spaced(text: str) -> str:
+    """Words with a space on either side of each."""
+    return " ".join(["", *re.findall(r"[^\s=+]+", text), ""])
 
 
 def _problem(operator: Any, shape: Any, options: dict[str, Any]) -> Problem:

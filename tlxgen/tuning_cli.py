@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tlxgen import devices, gpu_lock, ops, suites
+from tlxgen.compile_pool import CompilePool
 from tlxgen.devices import Gpu
 from tlxgen.errors import (
     GpuLostError,
@@ -55,6 +57,7 @@ class Options:
     compile_only: bool
     target: str | None
     as_json: bool
+    within: float | None = None  #: seconds after which no other problem of a list is begun
 
 
 def run_untuned(operator: str | None, options: Options, log: Console) -> None:
@@ -70,24 +73,38 @@ def run_untuned(operator: str | None, options: Options, log: Console) -> None:
     if not problems:
         log.print(f"nothing was asked for on {gpu.slug} that is not tuned", soft_wrap=True)
         return
-    _run_all(problems, options, log)
+    _run_all(problems, gpu, options, log)
 
 
-def run_suite(name: str, options: Options, log: Console) -> None:
+def run_suite(name: str, options: Options, log: Console, *, only: Sequence[str] = (), again: bool = False) -> None:
     """Tunes each shape of a suite for which no measured row of today's code is there; one failure stops no other.
 
+    Args:
+        name: of the suite, or its file.
+        options: of each run.
+        log: for progress.
+        only: tunes shapes with these words in their labels (`suites.part`).
+        again: tunes shapes that have such a row too.
+
     Raises:
-        InvalidProblemError: there is no such suite.
+        InvalidProblemError: there is no such suite, or no such shape in it.
         TuningError: for some problem no candidate survived; the others are tuned.
     """
     gpu = _target(devices.detect(), options.target, options.compile_only)
-    listed = suites.problems(name)
-    with Store.open(read_only_ok=False) as store:
-        import_shipped(store)
-        problems = [problem for problem in listed if not _is_tuned(problem, gpu, store)]
+    listed = suites.part(whole := suites.problems(name), only)
+    if whole and not listed:
+        asked = " and ".join(repr(words) for words in only)
+        raise InvalidProblemError(f"--only: no label in suite {name} has {asked}; one is {whole[0].label!r}")
+    problems = listed if again else _without_row(listed, gpu)
     if len(problems) < len(listed):
         log.print(f"{len(listed) - len(problems)} of {len(listed)} shapes are tuned on {gpu.slug}", soft_wrap=True)
-    _run_all(problems, options, log)
+    _run_all(problems, gpu, options, log)
+
+
+def _without_row(listed: Sequence[Problem], gpu: Gpu) -> list[Problem]:
+    with Store.open(read_only_ok=False) as store:
+        import_shipped(store)
+        return [problem for problem in listed if not _is_tuned(problem, gpu, store)]
 
 
 def _is_tuned(problem: Problem, gpu: Gpu, store: Store) -> bool:
@@ -95,22 +112,29 @@ def _is_tuned(problem: Problem, gpu: Gpu, store: Store) -> bool:
     return record is not None and record.origin == "measured" and why_stale(record) is None
 
 
-def _run_all(problems: Sequence[Problem], options: Options, log: Console) -> None:
+def _run_all(problems: Sequence[Problem], gpu: Gpu, options: Options, log: Console) -> None:
     failed = []
-    child = Child()  # one for all: starting torch takes seconds
+    started = time.monotonic()
+    child = Child()  # one for all, and the compilers too: starting torch or triton takes seconds
     try:
-        for number, problem in enumerate(problems, start=1):
-            log.print(f"{number} of {len(problems)}: {problem.label}", soft_wrap=True, highlight=False)
-            try:
-                result = run(problem, options, log, child)
-            except GpuLostError:
-                raise
-            except TuningError as error:
-                failed.append(problem.label)
-                log.print(f"{problem.label}: {error}", soft_wrap=True, highlight=False, markup=False)
-                continue
-            if result.interrupted:
-                return
+        with CompilePool(gpu.capability, options.workers, simulate=True) as pool:
+            for number, problem in enumerate(problems, start=1):
+                if options.within is not None and time.monotonic() - started > options.within:
+                    left = problems[number - 1 :]
+                    told = f"{options.within:g} s are over: {len(left)} of {len(problems)} problems are left, first"
+                    log.print(f"{told} {left[0].label}", soft_wrap=True, highlight=False)
+                    break
+                log.print(f"{number} of {len(problems)}: {problem.label}", soft_wrap=True, highlight=False)
+                try:
+                    result = run(problem, options, log, child, pool)
+                except GpuLostError:
+                    raise
+                except TuningError as error:
+                    failed.append(problem.label)
+                    log.print(f"{problem.label}: {error}", soft_wrap=True, highlight=False, markup=False)
+                    continue
+                if result.interrupted:
+                    return
     finally:
         child.kill()
     if failed:
@@ -126,8 +150,10 @@ def _known(key: TuningKey) -> Problem | None:
     return problem if isinstance(problem, Problem) else None
 
 
-def run(problem: Problem, options: Options, log: Console, child: Child | None = None) -> TuneResult:
-    """Tunes or ranks, and reports; measures in `child`, if one is lent."""
+def run(
+    problem: Problem, options: Options, log: Console, child: Child | None = None, pool: CompilePool | None = None
+) -> TuneResult:
+    """Tunes or ranks, and reports; measures in `child` and compiles in `pool`, if they are lent."""
     if options.sampler not in SEARCHES:
         raise InvalidConfigError(f"sampler {options.sampler!r} is not known; use one of {', '.join(SEARCHES)}")
     unknown = set(options.templates or ()) - set(ops.get(problem.operator).templates)
@@ -156,6 +182,7 @@ def run(problem: Problem, options: Options, log: Console, child: Child | None = 
                     workers=options.workers,
                     templates=options.templates,
                     progress=progress,
+                    pool=pool,
                 )
         else:
             budget = Budget(options.trials or _TRIALS, options.seconds)
@@ -178,6 +205,7 @@ def run(problem: Problem, options: Options, log: Console, child: Child | None = 
                     progress=progress,
                     neighbours=lambda: gpu_lock.other_processes(uuid),
                     child=child,
+                    pool=pool,
                 )
     typer.echo(json.dumps(as_dict(result)) if options.as_json else describe(problem, result))
     if result.interrupted:

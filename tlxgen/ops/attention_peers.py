@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Function = Callable[["Tensors", "torch.Tensor"], "torch.Tensor"]
 
 #: Where FlashAttention-3's forward is found: built from its repository, or as a wheel of the forward alone.
-_FLASH_3 = ("flash_attn_interface", "fa3_fwd_interface")
+FLASH_3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
 
 
 def installed(problem: AttentionProblem) -> dict[str, Function]:
@@ -26,7 +26,7 @@ def installed(problem: AttentionProblem) -> dict[str, Function]:
     found: dict[str, Function] = {}
     if not problem.window and not problem.softcap and (problem.causal == "none" or problem.diagonal == 0):
         found["cudnn"] = _cudnn(problem)
-    flash = next((name for name in _FLASH_3 if importlib.util.find_spec(name)), None)
+    flash = next((name for name in FLASH_3_MODULES if importlib.util.find_spec(name)), None)
     if flash and (problem.causal != "top-left" or problem.kv_len == problem.S):
         found["fa3"] = _flash_3(problem, importlib.import_module(flash))
     return found

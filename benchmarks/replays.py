@@ -1,0 +1,74 @@
+"""Calls timed beside each other: replays of CUDA graphs in turn, as `tlxgen.measure` does, but of any call.
+
+Inputs are not rotated. That is for calls that read more than fits into L2, or what a call just before them has written.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROUNDS = 15
+
+_WARM_UP_S = 0.3
+_SAMPLE_US = 400.0  # one replay takes about this long
+_MOST_LAUNCHES = 32
+
+Call = Callable[[], Tensor]
+#: Microseconds of one call, one value a round, by name; rounds pair up.
+Samples = Mapping[str, list[float]]
+
+
+def samples(calls: Mapping[str, Call]) -> dict[str, list[float]]:
+    """Microseconds of one call, one value a round, for each name: replays in turn, in reversed order each round."""
+    graphs = {name: captured(call) for name, call in calls.items()}
+    until = time.perf_counter() + _WARM_UP_S
+    while time.perf_counter() < until:
+        for graph, _ in graphs.values():
+            graph.replay()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {name: [] for name in graphs}
+    dummy, _ = next(iter(graphs.values()))
+    for turn in range(ROUNDS):
+        order = list(graphs) if turn % 2 else list(graphs)[::-1]
+        dummy.replay()  # what is timed next to a synchronisation reads slow
+        events = {name: replayed(graphs[name][0]) for name in order}
+        dummy.replay()
+        torch.cuda.synchronize()
+        for name, (start, stop) in events.items():
+            found[name].append(start.elapsed_time(stop) * 1e3 / graphs[name][1])
+    return found
+
+
+def captured(call: Call) -> tuple[Any, int]:
+    """A graph of several calls, and how many."""
+    launches = max(1, min(_MOST_LAUNCHES, math.ceil(_SAMPLE_US / rough_us(call))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            call()
+    return graph, launches
+
+
+def rough_us(call: Call) -> float:
+    """A first look at one call, after one that loads kernels."""
+    call()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) * 1e6
+
+
+def replayed(graph: Any) -> tuple[Any, Any]:
+    """The events around a replay."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    graph.replay()
+    stop.record()
+    return start, stop
