@@ -61,7 +61,8 @@ def grouped_mm(
     ours = bias is None and (out_dtype is None or out_dtype == mat_a.dtype)
     if torch.compiler.is_compiling():
         if ours and _in_graphs(mat_a, mat_b, offs):
-            return library_grouped.grouped_mm(mat_a, mat_b, offs, "")
+            result: Tensor = library_grouped.grouped_mm(mat_a, mat_b, offs, "")
+            return result
         return _torch(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
     kernel = None
     if ours:
@@ -100,7 +101,8 @@ def gated_mm(
     differentiable = torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad)
     if torch.compiler.is_compiling():
         if not differentiable and _in_graphs(mat_a, mat_b, offs):
-            return library_grouped.grouped_mm(mat_a, mat_b, offs, activation)
+            gated: Tensor = library_grouped.grouped_mm(mat_a, mat_b, offs, activation)
+            return gated
         return _activated(mat_a, mat_b, offs, activation)
     epilogue = _EPILOGUES[activation]
     taken = _taken(epilogue, mat_a, mat_b, offs)

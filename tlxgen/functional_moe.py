@@ -65,7 +65,8 @@ def fused_moe(
     hidden = gated_mm(tokens, w1.mT, offs=routing.offs, activation=activation)
     result = grouped_mm(hidden, w2.mT, offs=routing.offs)
     if torch.compiler.is_compiling() and not _differentiable(result, topk_weights):
-        return moe_combine(result, routing.place, topk_weights, routing.ids, experts, x)
+        total: Tensor = moe_combine(result, routing.place, topk_weights, routing.ids, experts, x)
+        return total
     return combine(result, routing.place, topk_weights, routing.ids, experts, x.dtype)
 
 
