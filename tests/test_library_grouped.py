@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -99,8 +100,7 @@ class TestGraphs:
         sizes = ENDS.diff(prepend=ENDS.new_zeros(1)).tolist()
         rows = torch.arange(E).repeat_interleave(torch.tensor(sizes))
         assert_close(of_a.float(), b.float().sum(2)[rows], rtol=2e-2, atol=2e-2)
-        starts = [0, *ENDS.tolist()]
-        sums = torch.stack([a[start:end].float().sum(0) for start, end in zip(starts, starts[1:], strict=False)])
+        sums = torch.stack([a[start:end].float().sum(0) for start, end in pairwise([0, *ENDS.tolist()])])
         assert_close(of_b.float(), sums[..., None].expand(E, K, 20), rtol=2e-2, atol=2e-2)
 
     def test_any_number_of_tokens_is_one_graph(self) -> None:
