@@ -26,8 +26,9 @@ from tlxgen._version import __version__
 from tlxgen.candidates import candidates
 from tlxgen.config import Config
 from tlxgen.devices import target
-from tlxgen.emit import KernelSource, emit, template_hash
+from tlxgen.emit import KernelSource, emit
 from tlxgen.problem import Problem
+from tlxgen.rendering import template_hash
 
 H200 = target("h200")
 GEMM = ops.get("gemm")

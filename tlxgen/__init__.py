@@ -39,5 +39,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tlxgen' has no attribute {name!r}")
     from importlib import import_module
 
-    home = import_module(_HOMES[name])
+    from tlxgen import collector
+
+    with collector.paused():
+        home = import_module(_HOMES[name])
     return home if name == "functional" else getattr(home, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from tlxgen import ops, paths, space
+from tlxgen import ops, paths
 from tlxgen.config import Config
 from tlxgen.devices import Gpu
 from tlxgen.errors import InvalidProblemError, TuningError
@@ -50,6 +50,8 @@ def vanilla_config(problem: Problem, gpu: Gpu) -> Config | None:
 
 def _favourite(problem: Problem, gpu: Gpu, templates: tuple[str, ...] | None) -> Config | None:
     """The best for the problem of what is best for its class; of all legal configs, where none of those is."""
+    from tlxgen import space  # brings YAML and more, of which a kernel that was served before has no need
+
     operator = ops.get(problem.operator)
     for one in (representative(problem), problem):
         best = _of_class(one, gpu, templates, paths.SEARCH_SPACES)
@@ -70,6 +72,8 @@ def forget() -> None:
 
 
 def _ranked(problem: Problem, gpu: Gpu, templates: Sequence[str] | None) -> list[Config]:
+    from tlxgen import space
+
     operator = ops.get(problem.operator)
     legal = space.legal_configs(operator, problem, gpu, templates)
     return sorted(legal, key=lambda config: operator.predict_us(problem, config, gpu))

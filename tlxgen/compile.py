@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tlxgen import binaries, facts, loader, ops, toolchain
+from tlxgen import binaries, collector, loader, ops, specializations, toolchain
 from tlxgen.emit import KernelSource
 from tlxgen.errors import CompileError
-from tlxgen.facts import Facts
+
+if TYPE_CHECKING:
+    from tlxgen.facts import Facts
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,14 @@ def compile_kernel(module: ModuleType, args: Sequence[Any], capability: Architec
 
     target = _target(capability)
     kernel = module.kernel
-    backend, bind = _binder(kernel, target)
-    bound, specialization, options = bind(*args, **module.OPTIONS)
-    options, signature, constants, attributes = kernel._pack_args(  # noqa: SLF001 - what a launch itself calls
-        backend, dict(module.OPTIONS), bound, specialization, options
-    )
-    source = ASTSource(kernel, signature, constants, attributes)
-    known = binaries.recall(source, options, target)
+    with collector.paused():
+        backend, bind = _binder(kernel, target)
+        bound, specialization, options = bind(*args, **module.OPTIONS)
+        options, signature, constants, attributes = kernel._pack_args(  # noqa: SLF001 - what a launch itself calls
+            backend, dict(module.OPTIONS), bound, specialization, options
+        )
+        source = ASTSource(kernel, signature, constants, attributes)
+        known = binaries.recall(source, options, target)
     if known is not None:
         return known
     with _driver_for(target):
@@ -83,11 +86,17 @@ _WAVE = 64
 @lru_cache(maxsize=256)
 def _binder(kernel: Any, target: Any) -> tuple[Any, Any]:
     """Triton's backend, and its function from arguments to their specialization; making it takes a millisecond."""
+    from triton._C import libtriton
     from triton.compiler.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
     backend = make_backend(target)
-    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    native = getattr(libtriton, "native_specialize_impl", None)
+    # Other Tritons have another function, which may see other things; on AMD's GPUs it sees sizes too.
+    if target.backend == "cuda" and native is not None and bind.__globals__.get("specialize_impl") is native:
+        bind.__globals__["specialize_impl"] = specializations.noted(native, str(target))
+    return backend, bind
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,8 @@ def compile_candidate(source: KernelSource, capability: tuple[int, int]) -> Bina
     Raises:
         CompileError: with the class of the failure.
     """
+    from tlxgen import facts  # which a launch has no need of
+
     started = time.perf_counter()
     operator = ops.get(source.operator)
     module = loader.load(source)

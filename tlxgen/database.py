@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -276,21 +277,43 @@ def _refuse_damaged(db: Any) -> None:
     """Looks at every page, which takes 6 ms for each MB.
 
     Raises:
-        UnusableFileError: something is wrong with one, or a table or column is missing.
+        UnusableFileError: something is wrong with one, a table or column is missing, or a rule is another than ours.
     """
+    # First, since SQLite's own check trips over statements that make no sense.
+    unusable = {name for name, table in _layout().items() if not _serves(_table(db, name), table)}
+    if unusable and _version(db) == SCHEMA_VERSION:
+        raise UnusableFileError(f"it is damaged (no usable table {min(unusable)!r})")
     found = str(db.conn.execute("PRAGMA integrity_check(1)").fetchone()[0])
     if found != "ok":
         raise UnusableFileError(f"it is damaged ({' '.join(found.split())})")
-    missing = {name for name, columns in _layout().items() if not columns <= _columns(db, name)}
-    if missing and _version(db) == SCHEMA_VERSION:
-        raise UnusableFileError(f"it is damaged (no usable table {min(missing)!r})")
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What a schema says of one."""
+
+    columns: frozenset[str]
+    statement: str  #: that made it, rules of its columns among it
 
 
 @cache
-def _layout() -> dict[str, set[str]]:
-    """The columns of each table of the current schema."""
+def _layout() -> dict[str, _Table]:
+    """The tables of the current schema."""
     with closing(in_memory()) as db:
-        return {name: _columns(db, name) for name in db.table_names()}
+        return {name: _table(db, name) for name in db.table_names()}
+
+
+def _serves(found: _Table, wanted: _Table) -> bool:
+    """Whether it can stand for ours: with columns of somebody else's too, or else by the very same statement.
+
+    A bit that flips in a statement is no damage to SQLite, and makes a rule that refuses every row.
+    """
+    return found.columns > wanted.columns or found == wanted
+
+
+def _table(db: Any, name: str) -> _Table:
+    sql = db.conn.execute("SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?", (name,)).fetchone()
+    return _Table(frozenset(_columns(db, name)), str(sql[0]) if sql else "")
 
 
 def _columns(db: Any, table: str) -> set[str]:

@@ -23,7 +23,6 @@ from tlxgen.devices import Gpu
 from tlxgen.errors import TlxgenError
 from tlxgen.problem import Problem
 from tlxgen.record import TunedRecord
-from tlxgen.staleness import why_other_code
 
 #: Octaves, weighted. Beyond, a config was tuned for another regime.
 FARTHEST = 2.0
@@ -76,6 +75,8 @@ class Neighbourhood:
         self._why_other_code = lru_cache(maxsize=1024)(self._other_code)
 
     def _other_code(self, index: int) -> str | None:
+        from tlxgen.staleness import why_other_code  # brings jinja2, which most problems without a row do without
+
         return why_other_code(self._rows[index][0])
 
     def nearest(

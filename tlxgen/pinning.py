@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from tlxgen import ops, space
+from tlxgen import ops
 from tlxgen.config import Config
 from tlxgen.errors import InvalidConfigError
 
@@ -54,6 +54,8 @@ def as_config(operator: str, given: Config | str | Mapping[str, Any]) -> Config:
         except (TypeError, ValueError) as error:
             first = str(error).splitlines()[0]
             raise InvalidConfigError(f"config {given!r} has no template and params: {first}") from None
+    from tlxgen import space  # brings YAML and more, of which a process without pins has no need
+
     outside = space.why_outside(ops.get(operator), config)
     if outside:
         raise InvalidConfigError(outside)

@@ -119,7 +119,7 @@ TrialStatus = Literal[
 class Trial(BaseModel):
     """One config tried for one key: its time, or the class of its failure."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)  # a launch reads none
 
     config: Config
     source_hash: str

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tlxgen import candidates, devices, ops, pinning, selection
+from tlxgen import candidates, collector, devices, ops, pinning, selection, served
 from tlxgen.candidates import favourite
 from tlxgen.config import Config
 from tlxgen.devices import Gpu
@@ -252,14 +252,17 @@ class Kernel:
         assert self._gpu is not None
         _refuse_other_devices(self.problem, inputs, output)
         _refuse_another_gpu(self.problem, self._gpu, output)
-        from tlxgen import plans
+        with collector.paused():
+            from tlxgen import loader, plans
 
         capturing = plans.is_capturing()
         reasons: list[str] = []
         for config in self._in_turn():
             reason = self._operator.launchable(self.problem, config, inputs, output)
             if reason is None:
-                source = emit(self._operator, self.problem, config)
+                recalled = served.recall(self.problem, config, self._gpu)
+                source = recalled or emit(self._operator, self.problem, config)
+                known = recalled is not None or loader.loaded(source) is not None
                 if capturing and not plans.is_loaded(self._operator, source, self._gpu, inputs, output):
                     raise LaunchError(
                         f"{self.problem.label}: the kernel is not loaded yet for tensors that lie like these, and "
@@ -276,6 +279,8 @@ class Kernel:
                     if config == self.config and self.origin == "tuned" and type(error).__name__ in _OF_THE_ROW:
                         selection.store().mark_bad(tuning_key(self.problem, self._gpu.key), reason)
                 else:
+                    if not known:  # one note for each module that a process loads, not for each length that it serves
+                        served.remember(source, self._gpu)
                     self._tell(reasons, config.short)
                     return plan
             reasons.append(f"{config.template}: {reason}")
@@ -345,8 +350,9 @@ def _refuse_other_devices(problem: Problem, inputs: dict[str, Any], output: torc
 
 @lru_cache(maxsize=_KERNELS)
 def _kernel(problem: Problem, device: int | None, pin: Pin | None, note_miss: bool) -> Kernel:
-    gpu = None if device is None else devices.detect(device)
-    return Kernel(problem, select(problem, gpu, note_miss=note_miss, pin=pin), gpu)
+    with collector.paused():
+        gpu = None if device is None else devices.detect(device)
+        return Kernel(problem, select(problem, gpu, note_miss=note_miss, pin=pin), gpu)
 
 
 def _tunable(problem: Problem, device: int | None) -> bool:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tlxgen import misses, ops, toolchain
+from tlxgen import misses, ops, served, toolchain
 from tlxgen.candidates import default_config, vanilla_config
 from tlxgen.config import Config
 from tlxgen.devices import Gpu
 from tlxgen.errors import CacheError, InvalidConfigError
 from tlxgen.keys import tuning_key
-from tlxgen.nearest import Neighbourhood
 from tlxgen.pinning import Pin
 from tlxgen.problem import Problem
 from tlxgen.record import TunedRecord
+
+if TYPE_CHECKING:
+    from tlxgen.nearest import Neighbourhood
 
 #: `pinned`: the user's own; `tuned` and `predicted`: a row of the database; `nearest`: the row of a similar problem;
 #: `default`: the model's favourite; `vanilla`: plain Triton.
@@ -126,9 +128,6 @@ def _on_hopper(problem: Problem, gpu: Gpu, passed_over: list[str], *, note_miss:
 
 def _stored(problem: Problem, gpu: Gpu, *, note_miss: bool) -> tuple[TunedRecord | None, str]:
     """The stored row if it may be served, or why not."""
-    from tlxgen import space
-    from tlxgen.staleness import why_other_code
-
     rows = store()
     key = tuning_key(problem, gpu.key)
     record = rows.get(key)
@@ -137,6 +136,12 @@ def _stored(problem: Problem, gpu: Gpu, *, note_miss: bool) -> tuple[TunedRecord
         if noted is not None:
             rows.note_untuned(tuning_key(noted, gpu.key))
         return None, f"no tuned row for {problem.label} on {gpu.slug} ({gpu.sm_count} SMs), {key.toolchain}"
+    known = served.recall(problem, record.config, gpu)
+    if known is not None and known.code_hash == record.source_hash:
+        return record, ""
+    from tlxgen import space
+    from tlxgen.staleness import why_other_code
+
     reason = space.why_illegal(ops.get(problem.operator), problem, record.config, gpu)
     if reason is not None:
         rows.mark_bad(key, reason)
@@ -164,6 +169,8 @@ def store() -> Any:
 @cache
 def neighbourhood(operator: str) -> Neighbourhood:
     """The rows of an operator, read once."""
+    from tlxgen.nearest import Neighbourhood
+
     try:
         return Neighbourhood(operator, store().records(operator))
     except CacheError as error:  # never on the way to a kernel
@@ -176,6 +183,7 @@ def forget() -> None:
     store.cache_clear()
     neighbourhood.cache_clear()
     misses.forget()
+    served.forget()
 
 
 def has_triton() -> bool:

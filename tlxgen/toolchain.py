@@ -11,6 +11,7 @@ Nothing here imports triton: that takes seconds, and fails in the very cases tha
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -21,6 +22,7 @@ import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from tlxgen.errors import ToolchainError
 
@@ -225,13 +227,14 @@ def _version_in(folder: Path) -> str:
 
 def _owns(dist: importlib.metadata.Distribution, folder: Path) -> bool:
     """Whether `dist` installed `folder/__init__.py`, in which distributions differ by their version line at least."""
-    for item in dist.files or []:
-        if item.as_posix() == "triton/__init__.py" and item.hash is not None:
-            path = Path(str(dist.locate_file(item)))
+    for item in _files(dist):
+        if item.name == "triton/__init__.py":
+            path = Path(str(dist.locate_file(item.name)))
             if path.parent.resolve() != folder.resolve() or not path.is_file():
                 return False
-            digest = hashlib.new(item.hash.mode, path.read_bytes()).digest()
-            return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == item.hash.value
+            mode, _, value = item.hash.partition("=")
+            digest = hashlib.new(mode, path.read_bytes()).digest()
+            return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == value
     return False
 
 
@@ -248,16 +251,44 @@ def _is_damaged(
     if not _installs_into(dist, folder):
         return False
     contested = any(_installs_into(other, folder) for other in others)
-    for item in dist.files or []:
-        if item.parts[0] != "triton" or item.hash is None:  # byte code, recorded without a hash, comes and goes
+    root = str(dist.locate_file(""))
+    for item in _files(dist):
+        parts = item.name.split("/")
+        if parts[0] != "triton":
             continue
-        needed = item.suffix == ".py" or item.name.startswith("libtriton.")
-        path = Path(str(dist.locate_file(item)))
-        if needed and "amd" not in item.parts and not path.exists():
+        needed = item.name.endswith(".py") or parts[-1].startswith("libtriton.")
+        compared = contested and item.name.endswith(".so")
+        size = _size(os.path.join(root, item.name)) if needed or compared else None  # noqa: PTH118 - see `_files`
+        if needed and "amd" not in parts and size is None:
             return True
-        if contested and path.suffix == ".so" and path.exists() and path.stat().st_size != item.size:
+        if compared and size is not None and size != item.size:
             return True
     return False
+
+
+class _File(NamedTuple):
+    """A line of a distribution's record."""
+
+    name: str
+    hash: str
+    size: int | None
+
+
+def _files(dist: importlib.metadata.Distribution) -> list[_File]:
+    """The files that a distribution installed with a hash: byte code, recorded without one, comes and goes.
+
+    `Distribution.files` makes paths of them, which takes ten times as long, and this is on the way to the first kernel.
+    """
+    lines = csv.reader((dist.read_text("RECORD") or "").splitlines())
+    return [_File(name, hashed, int(size) if size else None) for name, hashed, size in lines if hashed]
+
+
+def _size(path: str) -> int | None:
+    """Bytes of a file; None if there is none."""
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - see `_files`
+    except OSError:
+        return None
 
 
 def _installs_into(dist: importlib.metadata.Distribution, folder: Path) -> bool:

@@ -1,0 +1,281 @@
+"""What the first launch of a new process imports and looks up, where an old process made the same call."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stub_launcher import Noting
+from tlxgen import collector, notes, ops, paths, runtime, served
+from tlxgen.candidates import candidates
+from tlxgen.config import Config
+from tlxgen.devices import target
+from tlxgen.emit import emit
+from tlxgen.keys import tuning_key
+from tlxgen.problem import Problem
+from tlxgen.record import TunedRecord
+from tlxgen.selection import select
+from tlxgen.store import Store
+
+H200 = target("h200")
+GEMM = ops.get("gemm")
+ROOT = Path(__file__).parent.parent
+
+#: The binary is compiled or found as ever; what would load and launch it does nothing.
+FIRST_LAUNCH = """
+import contextlib, json, sys, threading, warnings
+import torch
+warnings.simplefilter("ignore")
+before = set(sys.modules)
+import tlxgen
+from tlxgen import devices, plans, runtime
+
+class Launcher:
+    slim, indices = True, None
+    def __init__(self, module, args, capability):
+        from tlxgen.compile import compile_kernel
+        compile_kernel(module, args, capability)
+        self.lock = threading.Lock()
+        self.dispatcher = lambda *_: None
+    def __call__(self, *_):
+        pass
+
+vars(devices).update(detect=lambda _=None: devices.target("h200"))
+vars(runtime).update(_current_device=lambda: 0, _KIND="meta")
+vars(plans).update(Launcher=Launcher, on_device=lambda _: contextlib.nullcontext(), is_capturing=lambda: False)
+vars(plans).update(raw_stream=lambda _: 0, current_device=lambda: 0)
+a = torch.empty(1024, 1024, dtype=torch.bfloat16, device="meta")
+kernel = tlxgen.get_kernel("gemm", (1024, 1024, 1024))
+kernel(a, a)
+print(json.dumps([kernel.origin, kernel.config.id, sorted(set(sys.modules) - before)]))
+"""
+
+
+def first_launch() -> tuple[str, str, set[str]]:
+    """Origin, config and imports."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_LAUNCH],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    origin, config, imported = json.loads(done.stdout)
+    return origin, config, set(imported)
+
+
+def problem(m: int = 1024) -> Problem:
+    made = GEMM.problem((m, 1024, 1024))
+    assert isinstance(made, Problem)
+    return made
+
+
+def record(config: Config, source_hash: str) -> TunedRecord:
+    key = tuning_key(problem(), H200.key)
+    return TunedRecord(
+        key=key, config=config, origin="measured", source_hash=source_hash, time_us=5.0, protocol="graph-2"
+    )
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[Path]:
+    """A user's cache in which nothing is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    runtime.forget()
+    yield tmp_path / "cache" / "tlxgen"
+    runtime.forget()
+
+
+@pytest.fixture
+def tuned() -> Config:
+    """A row that may be served."""
+    config = candidates(problem(), H200)[3]
+    with Store.open(read_only_ok=False) as store:
+        store.put(record(config, emit(GEMM, problem(), config).code_hash))
+    return config
+
+
+@pytest.mark.slow
+def test_the_second_process_imports_what_launches_and_nothing_that_finds_out(cache: Path, tuned: Config) -> None:
+    """Each of those left out costs every first launch 2 to 60 ms: see "How soon" in docs/runtime.md."""
+    assert first_launch()[:2] == ("tuned", tuned.id)
+    origin, config, imported = first_launch()
+    assert (origin, config) == ("tuned", tuned.id)
+    packages = {name.split(".")[0] for name in imported} - sys.stdlib_module_names
+    assert {name for name in packages if not name.startswith("_")} <= {
+        *("tlxgen", "tlxgen_kernels", "torch", "triton", "platformdirs"),
+        *("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"),
+    }
+    needless = ("space", "constraint", "rendering", "staleness", "nearest", "facts", "tune", "search", "measure")
+    assert imported.isdisjoint(f"tlxgen.{name}" for name in needless)
+    assert not {name for name in imported if name.startswith(("triton.experimental", "triton.compiler.code_generator"))}
+
+
+class TestServed:
+    @pytest.fixture
+    def remembered(self, cache: Path) -> Config:
+        """A config whose kernel was launched before."""
+        from tlxgen import loader
+
+        config = candidates(problem(), H200)[0]
+        source = emit(GEMM, problem(), config)
+        loader.write(source)
+        served.remember(source, H200)
+        return config
+
+    def test_is_what_would_be_emitted(self, remembered: Config) -> None:
+        found = served.recall(problem(), remembered, H200)
+        emitted = emit(GEMM, problem(), remembered)
+        assert found == emitted
+        assert found.code_hash == emitted.code_hash
+        assert found.file_name == emitted.file_name
+
+    def test_knows_nothing_of_other_problems_configs_and_gpus(self, remembered: Config) -> None:
+        assert served.recall(problem(2048), remembered, H200) is None
+        assert served.recall(problem(), candidates(problem(), H200)[1], H200) is None
+        assert served.recall(problem(), remembered, target("h100-pcie")) is None
+
+    @pytest.mark.parametrize("name", ["TEMPLATES", "SEARCH_SPACES"])
+    def test_knows_nothing_once_a_template_or_a_space_is_another(
+        self, name: str, remembered: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import shutil
+
+        copy = tmp_path / name
+        shutil.copytree(getattr(paths, name), copy)
+        monkeypatch.setattr(paths, name, copy)
+        assert served.recall(problem(), remembered, H200) is not None
+        edited = next(path for path in sorted(copy.rglob("*")) if path.suffix in {".j2", ".yaml"})
+        edited.write_text(edited.read_text() + "\n")
+        served.forget()
+        assert served.recall(problem(), remembered, H200) is None
+
+    @pytest.mark.parametrize(
+        "content", ["", "{", "[]", "{}", '{"file": 3, "code_hash": 4}', '{"file": "../x"}', "\xff"]
+    )
+    def test_a_damaged_note_is_a_miss(self, content: str, remembered: Config, cache: Path) -> None:
+        (note,) = (cache / "served").iterdir()
+        note.write_text(content, encoding="latin-1")
+        assert served.recall(problem(), remembered, H200) is None
+
+    def test_a_file_that_holds_something_else_is_a_miss(self, remembered: Config, cache: Path) -> None:
+        (file,) = (cache / "kernels").iterdir()
+        file.write_text(file.read_text().replace("128", "64", 1))
+        assert served.recall(problem(), remembered, H200) is None
+        file.unlink()
+        assert served.recall(problem(), remembered, H200) is None
+
+    def test_a_row_of_other_code_is_refused_all_the_same(self, remembered: Config) -> None:
+        with Store.open(read_only_ok=False) as store:
+            store.put(record(remembered, "0" * 32))
+        choice = select(problem(), H200)
+        assert choice.origin == "default"
+        assert "emits other code" in choice.passed_over[0]
+
+    def test_a_row_of_this_code_is_served(self, remembered: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+        with Store.open(read_only_ok=False) as store:
+            store.put(record(remembered, emit(GEMM, problem(), remembered).code_hash))
+        monkeypatch.delitem(sys.modules, "tlxgen.staleness", raising=False)
+        assert select(problem(), H200).origin == "tuned"
+        assert "tlxgen.staleness" not in sys.modules
+
+
+class TestNotes:
+    def test_come_back_as_they_were(self, cache: Path) -> None:
+        notes.remember("kind", ["a", "b"], {"x": [1, None]})
+        assert notes.recall("kind", ["a", "b"]) == {"x": [1, None]}
+        assert notes.recall("kind", ["ab"]) is None
+        assert notes.recall("other", ["a", "b"]) is None
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+    def test_a_cache_that_cannot_be_written_says_nothing(self, cache: Path) -> None:
+        cache.parent.mkdir()
+        cache.parent.chmod(0o500)
+        notes.remember("kind", ["a"], {})
+        assert notes.recall("kind", ["a"]) is None
+
+    def test_without_a_home_nothing_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(paths, "user_cache_dir", lambda: Path("~/.cache/tlxgen"))
+        notes.remember("kind", ["a"], {})
+        assert notes.recall("kind", ["a"]) is None
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_cache_that_cannot_be_says_nothing(self, cache: Path) -> None:
+        cache.parent.write_text("a file where the directory should be")
+        notes.remember("kind", ["a"], {})
+        assert notes.recall("kind", ["a"]) is None
+
+
+class TestPausedCollector:
+    def test_collects_nothing_inside_and_is_back_afterwards(self) -> None:
+        def fail() -> None:
+            with collector.paused(), collector.paused():
+                assert not gc.isenabled()
+                raise ZeroDivisionError
+
+        assert gc.isenabled()
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert gc.isenabled()
+
+    def test_leaves_alone_who_has_none(self) -> None:
+        gc.disable()
+        try:
+            with collector.paused():
+                pass
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+
+    def test_is_back_when_the_last_of_several_threads_is_done(self) -> None:
+        first, last = threading.Event(), threading.Event()
+
+        def work() -> None:
+            with collector.paused():
+                first.set()
+                last.wait(10)
+
+        thread = threading.Thread(target=work)
+        with collector.paused():
+            thread.start()
+            first.wait(10)
+        assert not gc.isenabled()
+        last.set()
+        thread.join()
+        assert gc.isenabled()
+
+
+def test_lengths_that_share_a_module_share_a_note(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files do not grow with what is served."""
+    from tlxgen import devices, plans
+
+    patches: dict[Any, dict[str, Any]] = {
+        plans: {"Launcher": Noting, "on_device": lambda _: nullcontext(), "is_capturing": lambda: False},
+        runtime: {"_KIND": "meta", "_current_device": lambda: 0},
+        devices: {"detect": lambda _=None: H200},
+    }
+    for module, names in patches.items():
+        for name, value in names.items():
+            monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(plans, "raw_stream", lambda _: 0)
+    monkeypatch.setattr(plans, "current_device", lambda: 0)
+    for name in [name for name in sys.modules if name.startswith("tlxgen_kernels.")]:
+        monkeypatch.delitem(sys.modules, name)
+    config = candidates(problem(), H200)[0]
+    for m in range(1024, 1024 + 16 * 20, 16):
+        runtime.get_kernel("gemm", problem(m), config=config)(**GEMM.inputs(problem(m), "meta", 0))
+    assert len(list((cache / "served").iterdir())) == 1
+    assert len(list((cache / "kernels").glob("*.py"))) == 1

@@ -1,0 +1,32 @@
+"""A first launch without the garbage collector.
+
+What imports make stays, so there is nothing to collect. But enough of it sets off a full collection, which walks all
+that torch has made, 80 ms, to find nothing. Put off, it comes when the GPU has something to do already.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_LOCK = threading.Lock()
+_STATE = {"blocks": 0, "enabled": False}
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """No collections until the last such block of any thread ends; then as the user has it."""
+    with _LOCK:  # blocks of two threads overlap: only the first knows how the user has it
+        if not _STATE["blocks"]:
+            _STATE["enabled"] = gc.isenabled()
+            gc.disable()
+        _STATE["blocks"] += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _STATE["blocks"] -= 1
+            if not _STATE["blocks"] and _STATE["enabled"]:
+                gc.enable()
