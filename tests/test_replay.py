@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from tlxgen.emit import emit
 from tlxgen.launch import SlimDescriptor
 from tlxgen.problem import Problem
 from tlxgen.replay import Replay, Scratch, trace
+from tlxgen.simulator import meanings
+from tlxgen.simulator.machine import Machine
+from tlxgen.simulator.program import load as load_program
 
 H200 = target("h200")
 
@@ -218,6 +222,7 @@ def test_a_negative_scale_goes_the_general_way() -> None:
 
 X, Y, OUT = (torch.zeros(8, 8) for _ in range(3))
 GRID = (4, 1, 1)
+SIDE = 77  # the handle of a stream
 
 
 def traced(arguments: Callable[..., Any]) -> Any:
@@ -367,9 +372,55 @@ def test_scratch_is_new_for_each_launch() -> None:
         patch.setattr(Scratch, "maker", noting)
         again = Replay(found, Noting(), X.device)  # type: ignore[arg-type]
     for _ in range(3):
-        again([X, Y, OUT], [1, 2, 3], 0)
+        again([X, Y, OUT], [1, 2, 3], SIDE)
     held = [address for noted in Noting.noted for address in noted[2:]]
     assert held == [x.data_ptr() for x in kept]
     assert len(set(held)) == 6
     assert all(zeros.tolist() == [0, 0, 0, 0] for zeros in kept[::2])
     assert all((x.shape, x.dtype) == ((2, 3), torch.float32) for x in kept[1::2])
+
+
+def test_zeros_are_kept_where_launches_follow_one_another() -> None:
+    """On the default stream, which no graph is captured on; not on another."""
+    found = traced(lambda t, out, torch: (GRID, (torch.zeros(4, dtype=torch.int32, device=out.device),)))
+    again = Replay(found, Noting(), X.device)  # type: ignore[arg-type]
+    for stream in (0, SIDE, 0, 0):
+        again([X, Y, OUT], [1, 2, 3], stream)
+    first, aside, *others = (noted[2] for noted in Noting.noted[-4:])
+    assert others == [first, first]
+    assert aside != first
+
+
+COUNTING = [
+    ("attention", (1, 2, 512, 64), {"causal": "bottom-right"}, "attention_tma", {"schedule": "dynamic"}),
+    ("attention", (2, 4, 1, 64), {"kv_heads": 2, "kv_len": 600}, "attention_decode", {"splits": 4}),
+    ("attention_varlen", (3, 2, 700, 64), {"causal": "bottom-right"}, "attention_varlen", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "options", "template", "params"), COUNTING, ids=str)
+def test_kernels_leave_zeros_as_they_found_them(
+    name: str, sizes: tuple[int, ...], options: dict[str, Any], template: str, params: dict[str, Any]
+) -> None:
+    """In the simulator, whatever the order in which programs come."""
+    operator = ops.get(name)
+    problem = operator.problem(sizes, **options)
+    config = next(
+        config for config in candidates(problem, H200, (template,)) if params.items() <= config.params.items()
+    )
+    counters = 0
+    for seed, case in enumerate(operator.small_cases(problem, config)):
+        source = emit(operator, case.problem, config)
+        program = load_program(source.file_name, source.text)
+        inputs = operator.inputs(case.problem, "cpu", 0)
+        module: Any = SimpleNamespace(arguments=program["arguments"])
+        grid, args = operator.arguments(module, inputs, operator.output(case.problem, inputs), num_sms=case.num_sms)
+        machine = Machine(seed=seed, assembly=meanings.meaning)
+        program["kernel"].launch(machine, grid, args, program["OPTIONS"])
+        assert not machine.findings
+        own = {x.data_ptr() for x in inputs.values() if isinstance(x, Tensor)}
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.dtype == torch.int32 and arg.data_ptr() not in own:
+                counters += 1
+                assert not arg.any()
+    assert counters

@@ -3,6 +3,7 @@
 An emitted `arguments` makes grid and arguments of shapes, strides and numbers. What it makes of which tensor is told by
 stand-ins that have no memory, and each a storage of its own, whatever the call's tensors share: an argument in the
 storage of a stand-in is that tensor, one that `torch.empty` or `torch.zeros` returned is scratch, new for each launch.
+(Zeros on the default stream are not: a kernel leaves zeros as it found them, and launches there follow one another.)
 Anything else, and whatever differs from what it made of the call's own tensors, is not made again: that call goes the
 general way, as do all like it.
 """
@@ -29,7 +30,7 @@ _CONSTANTS = frozenset({int, float, bool, type(None)})
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory that one launch needs, of no content or zeros."""
+    """Memory that one launch needs, of no content, or zeros, which every template leaves as zeros."""
 
     zeros: bool
     shape: tuple[int, ...]
@@ -37,7 +38,7 @@ class Scratch:
     dtype: torch.dtype
 
     def maker(self, device: torch.device) -> Callable[[], Tensor]:
-        """Makes it anew for each launch, since those on several streams run at once."""
+        """Makes it anew, since launches on several streams run at once."""
         make = allocator(self.shape, self.strides, self.dtype, device)
         return (lambda: make().zero_()) if self.zeros else make
 
@@ -189,7 +190,7 @@ def _describes(value: Any, told: Described, tensors: Sequence[Tensor]) -> bool:
 class Replay:
     """A trace, launched by the dispatcher of a binary; one at a time, since its arguments are kept."""
 
-    __slots__ = ("_args", "_bases", "_dispatch", "_lock", "_pointers", "_scratch")
+    __slots__ = ("_args", "_bases", "_dispatch", "_lock", "_pointers", "_scratch", "_zeros")
 
     def __init__(self, found: Trace, launcher: Launcher, device: torch.device) -> None:
         """Of what a launch is made of, the launcher of its binary, which has a dispatcher, and its device."""
@@ -206,14 +207,15 @@ class Replay:
         self._pointers = tuple(
             (places[one.argument], one.tensor, one.offset) for one in found.pointers if one.argument in places
         )
-        self._scratch = tuple(scratch.maker(device) for scratch in found.scratch)
+        self._scratch = tuple((scratch.maker(device), scratch.zeros) for scratch in found.scratch)
+        self._zeros: dict[int, Tensor] = {}  #: of launches on the default stream
         self._dispatch = launcher.dispatcher
         self._lock = launcher.lock  # the descriptors' too, which are these for all launches
 
     def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int], stream: int) -> None:
         """Launches on a raw stream of the current device; the tensors are the call's own in order, output last."""
         if self._scratch:
-            made = [make() for make in self._scratch]
+            made = self._made(stream)
             tensors, addresses = [*tensors, *made], [*addresses, *(tensor.data_ptr() for tensor in made)]
         args = self._args
         with self._lock:
@@ -228,6 +230,26 @@ class Replay:
                 for descriptor, _ in self._bases:  # nobody's memory is held until the next launch
                     descriptor.base = None
 
+    def _made(self, stream: int) -> list[Tensor]:
+        """Scratch for a launch. A fill costs as much as a short kernel: on the default stream zeros are kept.
+
+        On another they are not: its handle may come to name a new stream while the old one's launches still run, and a
+        graph that is captured there is replayed beside anything.
+        """
+        if stream != _DEFAULT_STREAM:
+            return [make() for make, _ in self._scratch]
+        made = []
+        for index, (make, zeros) in enumerate(self._scratch):
+            scratch = self._zeros.get(index) if zeros else None
+            if scratch is None:
+                scratch = make()
+                if zeros:
+                    self._zeros[index] = scratch
+            made.append(scratch)
+        return made
+
+
+_DEFAULT_STREAM = 0
 
 #: Where the dispatcher takes the stream, after the grid, and the kernel's first argument.
 _STREAM, _FIXED = 3, 4
