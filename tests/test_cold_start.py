@@ -153,6 +153,7 @@ class TestServed:
     ) -> None:
         import shutil
 
+        monkeypatch.setattr(served, "_IMPORTED", float("inf"))  # of copies that are made here, and of their changes
         copy = tmp_path / name
         shutil.copytree(getattr(paths, name), copy)
         monkeypatch.setattr(paths, name, copy)

@@ -168,3 +168,14 @@ def test_a_machine_without_a_gpu_has_no_kernels(monkeypatch: pytest.MonkeyPatch)
     assert library.kernels_here() is False
     monkeypatch.setattr(runtime, "_current_device", lambda: 0)
     assert library.kernels_here() is True
+
+
+def test_a_backward_under_autocast_computes_what_the_graph_was_made_for() -> None:
+    a, b = normal(32, 32), normal(32, 32, grad=False)
+    function, _ = compiled(lambda a, b: functional.matmul(torch.sin(a) * 2, b))
+    out = function(a, b)
+    (expected,) = torch.autograd.grad(out, a, torch.ones_like(out), retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.float16):
+        (found,) = torch.autograd.grad(out, a, torch.ones_like(out))
+        assert torch.ops.tlxgen.gemm(a, b, None).dtype == torch.bfloat16
+    assert_close(found, expected)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.test_library import compiled
-from tlxgen import functional, functional_grouped, library, runtime
+from tlxgen import functional, functional_grouped, library, library_grouped, runtime
 
 E, TOKENS, N, K = 3, 40, 24, 16
 ENDS = torch.tensor([13, 13, 40], dtype=torch.int32)
@@ -136,3 +136,9 @@ class TestGraphs:
         function, graphs = compiled(lambda a, b: functional.grouped_mm(a, b, offs=offs))
         assert_close(function(a, b), functional.grouped_mm(a, b, offs=offs))
         assert not any(name.startswith("tlxgen") for name in graphs.operators)
+
+    def test_a_single_row_of_any_pitch_has_gradients(self) -> None:
+        grad = normal(1, 27)[:, :24]
+        aligned = library_grouped._aligned(grad)
+        assert functional_grouped._layout(aligned) == "n"
+        assert torch.equal(aligned, grad)

@@ -411,3 +411,68 @@ def test_every_operator_has_the_same_launches_again(name: str, general: list[str
     fixed = {x.data_ptr() for x in (*inputs.values(), out) if isinstance(x, Tensor)}
     shown = [[x for x in noted if not isinstance(x, int) or x in fixed or x < 2**32] for noted in Noting.noted]
     assert all(one == shown[0] for one in shown)  # all but addresses of scratch
+
+
+class TestWhatTorchWouldNotSee:
+    @pytest.fixture
+    def mm(self) -> Kernel:
+        return static(gemm(), "gemm_tma_cooperative")
+
+    def test_versions_of_what_is_written_grow(self, mm: Kernel) -> None:
+        """So that autograd refuses to go back through another value than it went forward with."""
+        buffer, weight = ab()[0], ab()[0].requires_grad_()
+        for _ in range(6):
+            loss = (weight * buffer).sum()
+            with torch.no_grad():
+                mm(*ab(), out=buffer)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(loss, weight)
+
+    def test_traces_and_stand_ins_are_refused_the_fourth_time_too(self, mm: Kernel) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        for _ in range(5):
+            with pytest.raises(LaunchError, match="would not be seen"):
+                make_fx(lambda a, b: mm(a, b) * 1)(*ab())
+            a, b = ab()
+            with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(LaunchError, match="would not be seen"):
+                mm(a, b)
+            with torch.autograd.forward_ad.dual_level():
+                a, b = ab()
+                dual = torch.autograd.forward_ad.make_dual(a, torch.ones_like(a))  # type: ignore[no-untyped-call]
+                with pytest.raises(LaunchError, match="tangent"):
+                    mm(dual, b)
+            mm(*ab())
+
+    def test_memory_that_was_given_back_is_refused(self, mm: Kernel) -> None:
+        for _ in range(6):
+            mm(*ab())
+        a, b = ab()
+        a.untyped_storage().resize_(0)
+        with pytest.raises(LaunchError, match="no memory"):
+            mm(a, b)
+
+    def test_a_nested_tensor_is_an_error_and_no_end_of_the_process(self, mm: Kernel) -> None:
+        for _ in range(6):
+            mm(*ab())
+        with pytest.raises((LaunchError, RuntimeError)):
+            mm(torch.nested.nested_tensor([torch.zeros(8, 8)] * 2), ab()[1])
+
+
+class TestOutputsThatShareMemory:
+    def test_a_residual_may_be_the_output_and_overlap_it_in_no_other_way(self) -> None:
+        add = static(gemm(epilogue="residual"), "gemm_vanilla")
+        buffer = torch.randn(129, 128).bfloat16()
+        for _ in range(6):
+            add(*ab(), residual=buffer[:128], out=buffer[:128])
+            with pytest.raises(LaunchError, match="overlaps one, residual"):
+                add(*ab(), residual=buffer[:128], out=buffer[1:])
+
+    def test_an_output_that_overlaps_itself_is_refused(self) -> None:
+        attend = static(PREFILL, "attention_vanilla")
+        q = torch.randn(1, 2, 128, 128).bfloat16()
+        for _ in range(6):
+            attend(q, q, q, out=torch.empty_like(q))
+            with pytest.raises(LaunchError, match="share memory"):
+                attend(q, q, q, out=torch.empty(1, 1, 128, 128).bfloat16().expand(1, 2, 128, 128))

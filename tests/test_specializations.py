@@ -117,5 +117,5 @@ def test_notes_have_an_end(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
     for argument in ARGUMENTS:
         assert noted(None, argument, False, True, True) == native(argument, False, True, True)
     (note,) = cache.iterdir()
-    content = json.loads(note.read_text())
+    content = json.loads(note.read_text())["content"]
     assert len(content) == 3

@@ -26,29 +26,44 @@ _data_ptr = Tensor.data_ptr
 class Alike:
     """The tensors of one call, in order, without their memory; asked of those of another."""
 
-    __slots__ = ("_count", "_low", "_no_grad", "_same")
+    __slots__ = ("_count", "_low", "_no_grad", "_placed", "_same")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Of plain tensors; see `plain`."""
         self._count = len(tensors)
-        self._low = [tensor.data_ptr() & _LOW for tensor in tensors]
+        addresses = list(map(_data_ptr, tensors))
+        self._low = [address & _LOW for address in addresses]
+        self._placed = 0 not in addresses
         self._no_grad = any(tensor.requires_grad for tensor in tensors)
         self._same = _guarded(tensors) or _compared(tensors)
 
     def same(self, tensors: Sequence[Any]) -> bool:
         """Whether these lie alike, at any address, and autograd need not know of the call."""
-        return len(tensors) == self._count and self._same(*tensors) and not (self._no_grad and torch.is_grad_enabled())
+        return (
+            len(tensors) == self._count
+            and not any(map(_nested, tensors))
+            and self._same(*tensors)
+            and not (self._no_grad and torch.is_grad_enabled())
+        )
 
     def addresses(self, tensors: Sequence[Any]) -> list[int] | None:
         """Where tensors are that lie alike, aligned alike too; None for others."""
         if (
             len(tensors) != self._count
+            or any(map(_nested, tensors))
             or not self._same(*tensors)
             or (self._no_grad and torch.is_grad_enabled())  # as `same`, at less
         ):
             return None
         found = list(map(_data_ptr, tensors))
+        if self._placed and 0 in found:  # memory that was given back
+            return None
         return found if [address & _LOW for address in found] == self._low else None
+
+
+def _nested(tensor: Any) -> bool:
+    """Of which the guards in C++ cannot be asked: they would end the process."""
+    return getattr(tensor, "is_nested", False) is True
 
 
 def plain(tensors: Sequence[Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -41,6 +41,27 @@ _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa:
 _tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # noqa: SLF001
 #: Whether autocast is on for any kind of device.
 autocast_anywhere: Callable[[], bool] = torch._C._is_any_autocast_enabled  # noqa: SLF001
+
+
+def unseen(tensors: Sequence[Any]) -> str | None:
+    """What of torch's would not learn of a kernel's launch, and go on with wrong values; None as a rule."""
+    if _tracing_state() is not None or (_dispatch_modes() > 0 and any(map(_mode, _INFRASTRUCTURE))):
+        return "operations are traced, or have no values, and a kernel's launch would not be seen"
+    if forward_ad._current_level >= 0 and any(  # noqa: SLF001 - no public way
+        isinstance(x, Tensor) and _unpacked(x).tangent is not None for x in tensors
+    ):
+        return "a tensor has a tangent, which a kernel would drop"
+    return None
+
+
+_unpacked: Callable[[Tensor], Any] = forward_ad.unpack_dual
+
+#: Modes in which tensors stand for others.
+_INFRASTRUCTURE = tuple(
+    getattr(torch._C._TorchDispatchModeKey, name)  # noqa: SLF001 - no public way
+    for name in ("FAKE", "PROXY", "FUNCTIONAL")
+)
+_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode  # noqa: SLF001 - likewise
 
 
 #: Kinds of devices that have autocast, of those that tensors come here on.

@@ -7,12 +7,26 @@ that torch has made, 80 ms, to find nothing. Put off, it comes when the GPU has 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _LOCK = threading.Lock()
 _STATE = {"blocks": 0, "enabled": False}
+
+
+def _in_child() -> None:
+    """After a fork: the blocks of other threads never end here."""
+    global _LOCK  # noqa: PLW0603 - theirs may be held
+    _LOCK = threading.Lock()
+    if _STATE["blocks"] and _STATE["enabled"]:
+        gc.enable()
+    _STATE["blocks"] = 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 @contextmanager
@@ -27,6 +41,6 @@ def paused() -> Iterator[None]:
         yield
     finally:
         with _LOCK:
-            _STATE["blocks"] -= 1
+            _STATE["blocks"] = max(0, _STATE["blocks"] - 1)
             if not _STATE["blocks"] and _STATE["enabled"]:
                 gc.enable()

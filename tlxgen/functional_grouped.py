@@ -9,7 +9,7 @@ The gradients are grouped products themselves, of the operator's other forms, an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -160,6 +160,7 @@ def _seen(a: Tensor, b: Tensor, offs: Tensor | None) -> bool:
 #: By shapes, strides, dtypes and devices: the kernel, or None where torch is to compute.
 _FOUND: dict[tuple[Any, ...], Kernel | None] = {}
 _MOST_FOUND = 4096
+_UNKNOWN: Any = object()
 runtime.CACHES.append(_FOUND)
 
 
@@ -167,11 +168,12 @@ def _find(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str = "none") -> 
     """The kernel of a call, looked up the first time only."""
     ends = None if offs is None else (offs.shape, offs.stride(), offs.dtype)
     key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, a.device, ends, epilogue, pinned("grouped_gemm"))
-    if key not in _FOUND:
+    found = _FOUND.get(key, _UNKNOWN)  # once: another thread may clear it meanwhile
+    if found is _UNKNOWN:
         if len(_FOUND) >= _MOST_FOUND:  # tokens that differ with every call; kernels are shared by `get_kernel`
             _FOUND.clear()
-        _FOUND[key] = _look_up(a, b, offs, epilogue)
-    return _FOUND[key]
+        found = _FOUND[key] = _look_up(a, b, offs, epilogue)
+    return cast("Kernel | None", found)
 
 
 def _look_up(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str) -> Kernel | None:

@@ -8,7 +8,7 @@ The gradients are products themselves, in other layouts, and go the same way.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -125,6 +125,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 #: By shapes, layouts, dtypes and devices: the kernel, or None where torch is to compute.
 _FOUND: dict[tuple[Any, ...], Kernel | None] = {}
 _MOST_FOUND = 4096
+_UNKNOWN: Any = object()
 runtime.CACHES.append(_FOUND)
 _TAKEN: Taken[Kernel] = Taken("gemm")
 
@@ -132,11 +133,12 @@ _TAKEN: Taken[Kernel] = Taken("gemm")
 def _find(a: Tensor, b: Tensor, bias: Tensor | None) -> Kernel | None:
     """The kernel of a call, looked up the first time only."""
     key = (a.shape, b.shape[1], _layout(a), _layout(b), a.dtype, a.device, bias is None, pinned("gemm"))
-    if key not in _FOUND:
+    found = _FOUND.get(key, _UNKNOWN)  # once: another thread may clear it meanwhile
+    if found is _UNKNOWN:
         if len(_FOUND) >= _MOST_FOUND:  # rows that differ with every call; kernels are shared by `get_kernel`
             _FOUND.clear()
-        _FOUND[key] = _look_up(a, b, bias)
-    return _FOUND[key]
+        found = _FOUND[key] = _look_up(a, b, bias)
+    return cast("Kernel | None", found)
 
 
 def _look_up(a: Tensor, b: Tensor, bias: Tensor | None) -> Kernel | None:

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -75,6 +77,7 @@ def _plain(given: tuple[Tensor, ...]) -> bool:
 #: By shapes, devices and pins: the kernel, or None where torch is to compute. Strides are the kernel's to judge.
 _FOUND: dict[tuple[torch.Size, torch.Size, torch.Size, torch.device, Pin | None], Kernel | None] = {}
 _MOST_FOUND = 4096
+_UNKNOWN: Any = object()
 runtime.CACHES.append(_FOUND)
 
 
@@ -86,11 +89,12 @@ def _find(given: tuple[Tensor, ...]) -> Kernel | None:
     if b.shape[:2] != (len(offs), a.shape[1]) or not _k_contiguous(a, b):
         return None
     key = (a.shape, b.shape, offs.shape, a.device, pinned("grouped_gemm"))
-    if key not in _FOUND:
+    found = _FOUND.get(key, _UNKNOWN)  # once: another thread may clear it meanwhile
+    if found is _UNKNOWN:
         if len(_FOUND) >= _MOST_FOUND:  # tokens that differ with every call; kernels are shared by `get_kernel`
             _FOUND.clear()
-        _FOUND[key] = _look_up(a, b)
-    return _FOUND[key]
+        found = _FOUND[key] = _look_up(a, b)
+    return cast("Kernel | None", found)
 
 
 def _k_contiguous(a: Tensor, b: Tensor) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tlxgen.calls import as_given
 from tlxgen.ops.attention import Causal
 
 __all__ = ["CALLER", "GRADIENTS", "NOBODY", "attention", "attention_backward", "gemm", "kernels_here"]
@@ -47,7 +48,7 @@ def attention(
 
     found = _found(q, k, v, causal, window, softcap)
     computed = lse_for == CALLER or (lse_for == GRADIENTS and found.kernel(q, lse=True).origin != "torch")
-    with torch.no_grad():
+    with torch.no_grad(), as_given(q):
         call = functional._Call(found, q, k, v, scale, return_lse=computed)  # noqa: SLF001 - its other half
         out, lse = call(q, k, v)
     return _lying_like(q, out), lse if computed else _no_lse(q, lse_for)
@@ -82,7 +83,7 @@ def attention_backward(
 
     found = _found(q, k, v, causal, window, softcap)
     written = lse_for == CALLER or (lse_for == GRADIENTS and found.kernel(q, lse=True).origin != "torch")
-    with torch.no_grad():
+    with torch.no_grad(), as_given(q):
         if (
             written
             and grad_out is not None
@@ -130,7 +131,7 @@ def gemm(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """A (M, K) · B (K, N), and a bias (N,) for all rows; contiguous."""
     from tlxgen import functional_matmul
 
-    with torch.no_grad():
+    with torch.no_grad(), as_given(a):  # a graph may run, or its backward, under another autocast than it was made
         return functional_matmul.product(a, b, bias).contiguous()
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
+from tlxgen.calls import as_given
 from tlxgen.devices import Hopper
 
 __all__ = ["grouped_mm", "moe_combine"]
@@ -28,7 +29,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None, activation: str) -> Te
     """
     from tlxgen import functional_grouped
 
-    with torch.no_grad():
+    with torch.no_grad(), as_given(a):  # a graph may run under another autocast than it was made
         if not activation:
             return functional_grouped.grouped_mm(a, b, offs=offs).contiguous()
         assert offs is not None
@@ -69,8 +70,12 @@ def _aligned(grad: Tensor) -> Tensor:
     elements = Hopper.TMA_ALIGNMENT // grad.element_size()
     columns = grad.shape[-1]
     padding = -columns % elements
-    grad = grad.contiguous()
-    return F.pad(grad, (0, padding))[..., :columns] if padding else grad
+    if padding:
+        return F.pad(grad, (0, padding))[..., :columns]
+    row, column = grad.stride()[-2:]
+    # `contiguous` leaves a single row as it is, whatever its pitch.
+    whole = column == 1 and row >= columns and row % elements == 0
+    return grad if whole else grad.clone(memory_format=torch.contiguous_format)
 
 
 grouped_mm.register_autograd(_differentiate, setup_context=_keep)
@@ -81,7 +86,7 @@ def moe_combine(result: Tensor, place: Tensor, weights: Tensor, ids: Tensor, exp
     """See `tlxgen.moe_combine.combine`, in the dtype of `like`; without gradients."""
     from tlxgen.moe_combine import combine
 
-    with torch.no_grad():
+    with torch.no_grad(), as_given(result):
         return combine(result, place, weights, ids, experts, like.dtype)
 
 

@@ -19,16 +19,25 @@ from tlxgen import paths
 def recall(kind: str, parts: Sequence[str]) -> dict[str, Any] | None:
     """What was noted under these parts."""
     try:
-        content = json.loads(_place(kind, parts).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        note = json.loads(_place(kind, parts).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
-    return content if isinstance(content, dict) else None
+    if not isinstance(note, dict) or not isinstance(content := note.get("content"), dict):
+        return None
+    return content if note.get("sum") == _sum(kind, parts, content) else None
 
 
 def remember(kind: str, parts: Sequence[str], content: dict[str, Any]) -> None:
     """Notes it, in place of what is there."""
     with contextlib.suppress(OSError):
-        paths.write_atomically(_place(kind, parts), json.dumps(content))
+        note = {"content": content, "sum": _sum(kind, parts, content)}
+        paths.write_atomically(_place(kind, parts), json.dumps(note))
+
+
+def _sum(kind: str, parts: Sequence[str], content: dict[str, Any]) -> str:
+    """Of what is said, and what it is said of: a flipped bit shows, and so does another's note."""
+    told = json.dumps([kind, list(parts), content], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
 def _place(kind: str, parts: Sequence[str]) -> Path:

@@ -26,6 +26,22 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return False
 
 
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether each element of one is that element of the other."""
+    lies = (one.data_ptr(), one.shape, one.stride(), one.dtype)
+    return lies == (other.data_ptr(), other.shape, other.stride(), other.dtype)
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory: a stride is shorter than what lies between two of its steps."""
+    reach = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
 def _bytes(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Addresses of the first byte and of the one after the last; None where there is no memory."""
     start = tensor.data_ptr()

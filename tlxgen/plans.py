@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tlxgen import loader
+from tlxgen.calls import as_given
 from tlxgen.devices import Gpu
 from tlxgen.emit import KernelSource
 from tlxgen.launch import Launcher, SlimDescriptor
@@ -44,7 +45,8 @@ class TorchPlan:
 
     def launch(self, inputs: dict[str, Any], output: torch.Tensor) -> None:
         """See `Plan`."""
-        output.copy_(self._operator.eager(self._problem, inputs, None))
+        with as_given(output):
+            output.copy_(self._operator.eager(self._problem, inputs, None))
 
     def replay(self, inputs: dict[str, Any], order: Sequence[str], output: torch.Tensor) -> Replay | None:  # noqa: ARG002
         """See `Plan`."""

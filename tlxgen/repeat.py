@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tlxgen import plans
 from tlxgen.alike import Alike, plain
+from tlxgen.calls import unseen
 from tlxgen.memory import allocator
 from tlxgen.plans import Plan
 from tlxgen.replay import Replay
@@ -50,7 +51,7 @@ class Repeat:
         output: Tensor,
         *,
         written: bool,
-        apart: Sequence[str],
+        in_place: str,
     ) -> None:
         """Of a call that was checked, and computed as planned; see `repeatable`.
 
@@ -61,7 +62,7 @@ class Repeat:
             named: what it took by name.
             output: the result.
             written: whether the caller gave it.
-            apart: names of the inputs that it must not overlap.
+            in_place: name of the input that may be the result itself; it must overlap no other.
         """
         self._named = tuple(name for name, value in named.items() if isinstance(value, Tensor))
         self._numbers = tuple((name, type(value), value) for name, value in named.items() if name not in self._named)
@@ -69,7 +70,10 @@ class Repeat:
         self._others = {name: value for name, value in inputs.items() if name not in self._order}
         tensors = tuple(inputs[name] for name in self._order)
         self._alike = Alike((*tensors, output) if written else tensors)
-        self._apart = [(self._order.index(name), _reach(inputs[name])) for name in apart] if written else []
+        self._apart = [
+            (index, _reach(tensor), self._order[index] == in_place and _lies_as(tensor, output))
+            for index, tensor in enumerate(tensors if written else ())
+        ]
         self._length = _reach(output)
         self._written = written
         self._plan = plan
@@ -97,13 +101,13 @@ class Repeat:
     def __call__(self, tensors: tuple[Any, ...]) -> Tensor | None:
         """The result of a call on these tensors, output last if given; None if it must be looked at anew."""
         addresses = self._alike.addresses(tensors)
-        if addresses is None:
+        if addresses is None or unseen(tensors):
             return None
         if self._written:
             start = addresses[-1]
-            for operand, length in self._apart:
+            for operand, length, may_be in self._apart:
                 first = addresses[operand]
-                if start < first + length and first < start + self._length:
+                if start < first + length and first < start + self._length and not (may_be and first == start):
                     return None  # they interleave, or overlap
         replay = self._replay
         if replay is None:
@@ -153,6 +157,10 @@ def repeatable(tensors: Sequence[Any], named: Mapping[str, Any]) -> bool:
 
 def _ambiguous(value: float | None) -> bool:
     return isinstance(value, float) and (value == 0 or math.isnan(value))
+
+
+def _lies_as(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
 
 
 def _reach(tensor: Tensor) -> int:

@@ -19,7 +19,7 @@ from tlxgen.devices import Gpu
 from tlxgen.emit import emit
 from tlxgen.errors import InvalidConfigError, LaunchError, NoKernelError
 from tlxgen.keys import tuning_key
-from tlxgen.overlap import overlap
+from tlxgen.overlap import overlap, overlaps_itself, same
 from tlxgen.pinning import Pin, as_config, pinned
 from tlxgen.problem import Problem
 from tlxgen.selection import Choice, FallbackWarning, Origin, select
@@ -43,6 +43,7 @@ _PLANS = 256
 #: Ways to lie that calls of one form are asked about one after the other.
 _REPEATS = 16
 _KIND = "cuda"  # of the devices that kernels run on
+_IN_PLACE = "residual"  # the operand that may be the output itself: each element is read by whoever writes it
 #: Failures that say of a tuned row that it cannot be served; others may pass, such as a full disk.
 _OF_THE_ROW = frozenset({"OutOfResources", "CompilationError", "PTXASError"})
 #: Origins that need no word: what was measured, and what the user chose.
@@ -139,6 +140,7 @@ class Kernel:
         if named or out is not None:
             repeated = self._repeated(tensors, out, named)
             if repeated is not None:
+                self._note_written(out, named)
                 return repeated
         else:
             for repeat in self._plain:
@@ -149,8 +151,18 @@ class Kernel:
         wrong = self._operator.check_call(self.problem, inputs) or self._wrong_output(inputs, out)
         if wrong:
             raise LaunchError(f"{self.problem.label}: {wrong}")
+        from tlxgen.calls import as_given, unseen
+
+        operands = [inputs[name] for name in self._operator.inputs_in_order]
         if self.origin == "torch" or self.problem.empty:
-            return self._operator.eager(self.problem, inputs, out)
+            with as_given(operands[0]):
+                return self._operator.eager(self.problem, inputs, out)
+        reason = unseen(operands)
+        if reason:
+            raise LaunchError(f"{self.problem.label}: {reason}; use tlxgen.functional, which gives such calls to torch")
+        for name, value in {**inputs, "out": out}.items():
+            if hasattr(value, "data_ptr") and not value.is_meta and value.numel() and not value.data_ptr():
+                raise LaunchError(f"{self.problem.label}: {name} has no memory: it was given back, or never there")
         if _recorded(inputs, out):
             raise LaunchError(
                 f"{self.problem.label}: a tensor requires gradients, and a kernel records none; use tlxgen.functional, "
@@ -159,8 +171,17 @@ class Kernel:
         output = self._operator.output(self.problem, inputs) if out is None else out
         plan = self.plan(inputs, output)
         plan.launch(inputs, output)
+        self._note_written(out, named)
         self._remember(plan, tensors, out, named, inputs, output)
         return output
+
+    def _note_written(self, out: torch.Tensor | None, named: Mapping[str, Any]) -> None:
+        """As torch's own operations do of what they write to: autograd refuses to go on with another value."""
+        for tensor in (out, *(named.get(name) for name in self._operator.also_written)):
+            if tensor is not None and not tensor.is_inference():
+                import torch
+
+                torch.autograd.graph.increment_version(tensor)
 
     def _repeated(
         self, tensors: tuple[torch.Tensor, ...], out: torch.Tensor | None, named: dict[str, Any]
@@ -201,9 +222,8 @@ class Kernel:
                 chosen = repeat.chosen(tensors, out, named)
                 if chosen is not None and repeat.like(chosen):
                     return
-            names = self._operator.inputs_in_order
-            order = names[: len(tensors)]
-            made = Repeat(plan, inputs, order, named, output, written=out is not None, apart=names)
+            order = self._operator.inputs_in_order[: len(tensors)]
+            made = Repeat(plan, inputs, order, named, output, written=out is not None, in_place=_IN_PLACE)
             if len(self._repeats) >= _PLANS:
                 self._repeats.clear()
             known = self._repeats[form] = (made, *known)[:_REPEATS]
@@ -225,10 +245,15 @@ class Kernel:
         if out is None:
             return None
         shape, dtype = self._operator.output_like(self.problem)
-        operands = [inputs[name] for name in self._operator.inputs_in_order]
-        device = operands[0].device
-        if any(overlap(out, operand) for operand in operands):
-            return "out is one of the operands, or overlaps one: tiles would be overwritten while others read them"
+        device = inputs[self._operator.inputs_in_order[0]].device
+        if overlaps_itself(out):
+            return f"out has strides {out.stride()}, by which elements share memory"
+        for name, value in inputs.items():
+            if hasattr(value, "data_ptr") and overlap(out, value) and not (name == _IN_PLACE and same(out, value)):
+                return (
+                    f"out is one of the operands, or overlaps one, {name}: tiles would be overwritten while others "
+                    "read them"
+                )
         if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
             found = f"shape {tuple(out.shape)}, dtype {out.dtype} and device {out.device}"
             return f"out has {found}; the result has {shape}, {dtype} and {device}"

@@ -128,6 +128,7 @@ class Attention(Operator[AttentionProblem]):
     peer = "sdpa"
     inputs_in_order = ("q", "k", "v")
     output_name = "out"
+    also_written = ("lse",)
     problem_type = AttentionProblem
     allowed_spill_bytes = 128  # mostly of the load role, which has 24 registers
 

@@ -164,6 +164,7 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
     peer = "varlen_attn"
     inputs_in_order = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")
     output_name = "out"
+    also_written = ("lse",)
     problem_type = AttentionVarlenProblem
     allowed_spill_bytes = ATTENTION.allowed_spill_bytes
 

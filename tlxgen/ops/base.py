@@ -55,6 +55,8 @@ class Operator(ABC, Generic[P]):
     peer: ClassVar[str]
     #: The inputs that a call takes by position.
     inputs_in_order: ClassVar[tuple[str, ...]]
+    #: Tensors that a call brings by name and the kernel writes to.
+    also_written: ClassVar[tuple[str, ...]] = ()
     #: Name of the output among the parameters of the emitted `arguments` and `launch`.
     output_name: ClassVar[str]
     problem_type: type[P]
