@@ -5,7 +5,9 @@ There is no GPU here: tensors are the CPU's, and what would launch a binary note
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import warnings
 import weakref
@@ -476,3 +478,11 @@ class TestOutputsThatShareMemory:
             attend(q, q, q, out=torch.empty_like(q))
             with pytest.raises(LaunchError, match="share memory"):
                 attend(q, q, q, out=torch.empty(1, 1, 128, 128).bfloat16().expand(1, 2, 128, 128))
+
+
+def test_a_module_that_holds_a_kernel_is_copied_and_pickled() -> None:
+    kernel = runtime.get_kernel("gemm", gemm())
+    module: Any = torch.nn.Identity()
+    module.kernel = kernel
+    assert copy.deepcopy(module).kernel is kernel
+    assert pickle.loads(pickle.dumps(kernel)).problem == kernel.problem

@@ -121,6 +121,14 @@ class Kernel:
         self._defaults = self._operator.call_defaults(problem)
         self._lock = threading.Lock()
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Kernel:
+        """The same: a kernel has no state that calls would see, and a module that holds one may be copied."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, it is the problem: another process, or GPU, chooses for itself."""
+        return _chosen_again, (self.problem,)
+
     @property
     def source(self) -> str | None:
         """The emitted file's text; None where torch computes."""
@@ -371,6 +379,10 @@ def _refuse_other_devices(problem: Problem, inputs: dict[str, Any], output: torc
             raise LaunchError(
                 f"{problem.label}: {name} is on {device}, the output on {output.device}; the kernel runs on one GPU"
             )
+
+
+def _chosen_again(problem: Problem) -> Kernel:
+    return get_kernel(problem.operator, problem)
 
 
 @lru_cache(maxsize=_KERNELS)
