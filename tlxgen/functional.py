@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from tlxgen import attention_backward as backward
-from tlxgen import library, ops, runtime, torch_own
+from tlxgen import library, ops, torch_own
 from tlxgen.calls import as_given, transformed
 from tlxgen.errors import InvalidProblemError, LaunchError
 from tlxgen.functional_grouped import grouped_mm
 from tlxgen.functional_matmul import linear, matmul
 from tlxgen.functional_moe import fused_moe
 from tlxgen.functional_scaled import scaled_grouped_mm
+from tlxgen.lookups import Lookups
 from tlxgen.ops.attention import AttentionProblem, Causal
 from tlxgen.pinning import pinned
 from tlxgen.runtime import Choice, Kernel, get_kernel
@@ -296,9 +297,7 @@ def _choose(problem: AttentionProblem, q: Tensor) -> Kernel:
 
 
 #: By shapes, dtypes, devices and options: the problem and its kernels on that device, or why there are none.
-_FOUND: dict[tuple[Any, ...], _Found | str] = {}
-_MOST_FOUND = 4096
-runtime.CACHES.append(_FOUND)
+_FOUND: Lookups[_Found | str] = Lookups()
 _TAKEN: Taken[_Call] = Taken("attention")
 
 
@@ -307,12 +306,7 @@ def _find(q: Tensor, k: Tensor, v: Tensor, causal: Causal, window: int, softcap:
     same = (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
     pin = pinned("attention")
     key = (q.shape, k.shape, v.shape, *same, causal, window, type(window), softcap, type(softcap), gqa, pin)
-    found = _FOUND.get(key)
-    if found is None:
-        if len(_FOUND) >= _MOST_FOUND:  # lengths that grow with every call; kernels are shared by `get_kernel`
-            _FOUND.clear()
-        found = _FOUND[key] = _look_up(q, k, v, causal, window, softcap, gqa=gqa)
-    return found
+    return _FOUND.get(key, lambda: _look_up(q, k, v, causal, window, softcap, gqa=gqa))
 
 
 def _look_up(

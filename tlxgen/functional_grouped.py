@@ -9,16 +9,17 @@ The gradients are grouped products themselves, of the operator's other forms, an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from tlxgen import library, library_grouped, ops, runtime, torch_own
+from tlxgen import library, library_grouped, ops, torch_own
 from tlxgen.calls import as_given, transformed
 from tlxgen.devices import Hopper
 from tlxgen.errors import InvalidProblemError
+from tlxgen.lookups import Lookups
 from tlxgen.ops.grouped_gemm_problem import GATED
 from tlxgen.pinning import pinned
 from tlxgen.runtime import Kernel, get_kernel
@@ -158,22 +159,14 @@ def _seen(a: Tensor, b: Tensor, offs: Tensor | None) -> bool:
 
 
 #: By shapes, strides, dtypes and devices: the kernel, or None where torch is to compute.
-_FOUND: dict[tuple[Any, ...], Kernel | None] = {}
-_MOST_FOUND = 4096
-_UNKNOWN: Any = object()
-runtime.CACHES.append(_FOUND)
+_FOUND: Lookups[Kernel | None] = Lookups()
 
 
 def _find(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str = "none") -> Kernel | None:
     """The kernel of a call, looked up the first time only."""
     ends = None if offs is None else (offs.shape, offs.stride(), offs.dtype)
     key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, a.device, ends, epilogue, pinned("grouped_gemm"))
-    found = _FOUND.get(key, _UNKNOWN)  # once: another thread may clear it meanwhile
-    if found is _UNKNOWN:
-        if len(_FOUND) >= _MOST_FOUND:  # tokens that differ with every call; kernels are shared by `get_kernel`
-            _FOUND.clear()
-        found = _FOUND[key] = _look_up(a, b, offs, epilogue)
-    return cast("Kernel | None", found)
+    return _FOUND.get(key, lambda: _look_up(a, b, offs, epilogue))
 
 
 def _look_up(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str) -> Kernel | None:

@@ -8,14 +8,15 @@ The gradients are products themselves, in other layouts, and go the same way.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tlxgen import library, ops, runtime, torch_own
+from tlxgen import library, ops, torch_own
 from tlxgen.calls import as_given, transformed
 from tlxgen.errors import InvalidProblemError
+from tlxgen.lookups import Lookups
 from tlxgen.pinning import pinned
 from tlxgen.runtime import Kernel, get_kernel
 from tlxgen.taken import Taken
@@ -123,22 +124,14 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 #: By shapes, layouts, dtypes and devices: the kernel, or None where torch is to compute.
-_FOUND: dict[tuple[Any, ...], Kernel | None] = {}
-_MOST_FOUND = 4096
-_UNKNOWN: Any = object()
-runtime.CACHES.append(_FOUND)
+_FOUND: Lookups[Kernel | None] = Lookups()
 _TAKEN: Taken[Kernel] = Taken("gemm")
 
 
 def _find(a: Tensor, b: Tensor, bias: Tensor | None) -> Kernel | None:
     """The kernel of a call, looked up the first time only."""
     key = (a.shape, b.shape[1], _layout(a), _layout(b), a.dtype, a.device, bias is None, pinned("gemm"))
-    found = _FOUND.get(key, _UNKNOWN)  # once: another thread may clear it meanwhile
-    if found is _UNKNOWN:
-        if len(_FOUND) >= _MOST_FOUND:  # rows that differ with every call; kernels are shared by `get_kernel`
-            _FOUND.clear()
-        found = _FOUND[key] = _look_up(a, b, bias)
-    return cast("Kernel | None", found)
+    return _FOUND.get(key, lambda: _look_up(a, b, bias))
 
 
 def _look_up(a: Tensor, b: Tensor, bias: Tensor | None) -> Kernel | None:

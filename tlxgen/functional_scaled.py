@@ -6,15 +6,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import Tensor
 
-from tlxgen import ops, runtime
+from tlxgen import ops
 from tlxgen.calls import transformed, untraced
 from tlxgen.errors import InvalidProblemError
-from tlxgen.pinning import Pin, pinned
+from tlxgen.lookups import Lookups
+from tlxgen.pinning import pinned
 from tlxgen.runtime import Kernel, get_kernel
 
 __all__ = ["scaled_grouped_mm"]
@@ -75,10 +74,7 @@ def _plain(given: tuple[Tensor, ...]) -> bool:
 
 
 #: By shapes, devices and pins: the kernel, or None where torch is to compute. Strides are the kernel's to judge.
-_FOUND: dict[tuple[torch.Size, torch.Size, torch.Size, torch.device, Pin | None], Kernel | None] = {}
-_MOST_FOUND = 4096
-_UNKNOWN: Any = object()
-runtime.CACHES.append(_FOUND)
+_FOUND: Lookups[Kernel | None] = Lookups()
 
 
 def _find(given: tuple[Tensor, ...]) -> Kernel | None:
@@ -89,12 +85,7 @@ def _find(given: tuple[Tensor, ...]) -> Kernel | None:
     if b.shape[:2] != (len(offs), a.shape[1]) or not _k_contiguous(a, b):
         return None
     key = (a.shape, b.shape, offs.shape, a.device, pinned("grouped_gemm"))
-    found = _FOUND.get(key, _UNKNOWN)  # once: another thread may clear it meanwhile
-    if found is _UNKNOWN:
-        if len(_FOUND) >= _MOST_FOUND:  # tokens that differ with every call; kernels are shared by `get_kernel`
-            _FOUND.clear()
-        found = _FOUND[key] = _look_up(a, b)
-    return cast("Kernel | None", found)
+    return _FOUND.get(key, lambda: _look_up(a, b))
 
 
 def _k_contiguous(a: Tensor, b: Tensor) -> bool:
