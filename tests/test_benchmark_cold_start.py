@@ -1,0 +1,28 @@
+"""First calls in processes of their own, here by torch on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import cold_start
+from tlxgen import ops
+
+_CPU = "torch.cuda.synchronize = lambda: None; tensors = [torch.randn(64, 64).bfloat16()] * 2"
+CASE = cold_start.Case(ops.get("gemm").problem((64, 64, 64)), _CPU, "torch.mm(*tensors)")
+
+
+def test_every_part_of_a_first_call_is_timed_and_who_served_it_is_told() -> None:
+    row = cold_start.measure(CASE, processes=1)
+    assert list(row["parts_ms"]) == ["import", "get_kernel", "call", "wait"]
+    assert all(ms >= 0 for ms in row["parts_ms"].values())
+    least, median, largest = row["first_ms"]
+    assert least == median == largest == pytest.approx(sum(row["parts_ms"].values()), abs=0.3)
+    assert 0 < row["library_ms"][0] < least  # importing tlxgen alone takes longer than a small product
+    assert row["origin"] == "torch"
+    assert "gemm 64 64 64 bf16 nn" in cold_start.line(row)
+
+
+def test_a_process_that_fails_ends_the_benchmark_in_its_own_words() -> None:
+    broken = cold_start.Case(CASE.problem, "tensors = nowhere", CASE.library)
+    with pytest.raises(SystemExit, match="NameError: name 'nowhere' is not defined"):
+        cold_start.first_call(broken, "")
