@@ -5,13 +5,16 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from tlxgen import cli, devices, ops, runtime, suites, tuning_cli
+from tlxgen import cli, devices, gpu_lock, ops, runtime, suites, tuning_cli
 from tlxgen.candidates import default_config
 from tlxgen.compile_pool import CompilePool
 from tlxgen.devices import target
@@ -155,6 +158,30 @@ def test_keys_of_other_versions_are_left_alone(tlxgen: Callable[..., int], tuned
 def test_a_problem_or_the_list(words: tuple[str, ...], tlxgen: Callable[..., int], tuned: list[str]) -> None:
     assert tlxgen(*words) == 2
     assert tuned == []
+
+
+@pytest.mark.parametrize(
+    ("lent", "on_the_gpu", "told"),
+    [(True, 1, False), (True, 2, True), (False, 0, False), (False, 1, True)],
+    ids=["the lent process", "it and a stranger", "nobody", "a stranger"],
+)
+def test_a_process_that_went_on_from_the_last_problem_is_no_stranger(
+    lent: bool, on_the_gpu: int, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, stand_in in {
+        "tune": lambda *_, **__: SimpleNamespace(interrupted=False),
+        "describe": lambda *_: "",
+    }.items():
+        monkeypatch.setattr(tuning_cli, name, stand_in)
+    monkeypatch.setattr(tuning_cli, "require_tlx", lambda: None)
+    monkeypatch.setattr(devices, "uuid", lambda: "here")
+    monkeypatch.setattr(gpu_lock, "exclusive", lambda *_: nullcontext())
+    monkeypatch.setattr(gpu_lock, "other_processes", lambda _: on_the_gpu)
+    log = Console(file=StringIO(), width=200)
+    child: Any = SimpleNamespace(alive=lent)
+    options = tuning_cli.Options(8, 1.0, "tpe", 0, None, None, compile_only=False, target=None, as_json=False)
+    tuning_cli.run(ops.get("gemm").problem((256, 256, 256)), options, log, child)
+    assert ("1 other process(es) compute on this GPU" in log.file.getvalue()) == told  # type: ignore[attr-defined]
 
 
 class TestSuite:

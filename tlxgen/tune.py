@@ -44,8 +44,8 @@ _RIVAL = 0.15  # which are no slower than the fastest by more than this
 #: Failures that say more of the machine than of the candidate; they are tried again.
 _TRANSIENT = {"timeout", "killed", "out_of_memory", "gpu_lost"}
 
-#: Interquartile range of the peer's rounds over their median beyond which the card cannot have been ours alone; on a
-#: quiet H200 it is 0.002 to 0.06.
+#: Interquartile range of the peer's rounds over their median beyond which a final says nothing. It is 0.002 to 0.11 on a
+#: quiet H200, and 0.002 to 0.09 beside a process that loads it: who else is there is counted, and not told by scatter.
 _RESTLESS = 0.25
 
 #: Protocol of a row that is kept while the search goes on: one look, not yet a final.

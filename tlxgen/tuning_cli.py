@@ -188,8 +188,9 @@ def run(
             budget = Budget(options.trials or _TRIALS, options.seconds)
             uuid = devices.uuid()
             with gpu_lock.exclusive(uuid, log.print), _bar(problem, log) as progress:
-                busy = gpu_lock.other_processes(uuid)
-                if busy:
+                lent = child is not None and child.alive  # it computed the problem before, so it is on the GPU by now
+                busy = gpu_lock.other_processes(uuid) - lent
+                if busy > 0:
                     log.print(
                         f"warning: {busy} other process(es) compute on this GPU; times will be unreliable",
                         soft_wrap=True,
