@@ -18,7 +18,8 @@ from tlxgen.emit import emit
 from tlxgen.problem import Problem
 from tlxgen.store import Store
 from tlxgen.trials import Card, timings
-from tlxgen.tune import Budget, TuneResult, tune
+from tlxgen.tune import tune
+from tlxgen.tuning import Budget, TuneResult
 
 
 def main() -> None:

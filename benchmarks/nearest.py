@@ -41,7 +41,8 @@ from tlxgen.problem import Problem
 from tlxgen.process import Child
 from tlxgen.store import Store
 from tlxgen.trials import Card, Timing, timings
-from tlxgen.tune import Budget, TuneResult, tune
+from tlxgen.tune import tune
+from tlxgen.tuning import Budget, TuneResult
 
 SEED = 1
 INPUTS = 1000  # seed of inputs that no tuning has seen

@@ -31,6 +31,7 @@ from tlxgen import devices, gpu_lock, ops, space
 from tlxgen.candidates import candidates
 from tlxgen.compile_pool import CompilePool
 from tlxgen.config import Config
+from tlxgen.contention import disturbance
 from tlxgen.devices import Gpu
 from tlxgen.emit import emit
 from tlxgen.final import lead_is_noise
@@ -41,7 +42,8 @@ from tlxgen.process import Child
 from tlxgen.shipped import import_shipped
 from tlxgen.store import Store
 from tlxgen.trials import Card, Timing, timings
-from tlxgen.tune import Budget, TuneResult, disturbance, tune
+from tlxgen.tune import tune
+from tlxgen.tuning import Budget, TuneResult
 
 LABELS = (
     "gemm 2048 2048 2048 bf16 nn",

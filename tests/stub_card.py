@@ -183,12 +183,12 @@ class StubChild(Child):
 
 def install(patch: Callable[[Any, str, Any], None], configs: Sequence[Config], limit: float = LIMIT_S) -> None:
     """Puts card, compiler and candidates in the tuner's way; `patch` is `setattr` or a monkeypatch's."""
-    from tlxgen import compile_pool, trials, tune  # here, for children do without and start in half the time
+    from tlxgen import compile_pool, trials, tune, tuning  # here, for children do without and start in half the time
     from tlxgen.compile_pool import CompilePool
     from tlxgen.trials import Card
 
     patch(tune, "Card", lambda name, problem, seed: Card(name, problem, seed, limit=limit, child=StubChild()))
-    patch(tune, "CompilePool", functools.partial(CompilePool, timeout=COMPILE_S))
+    patch(tuning, "CompilePool", functools.partial(CompilePool, timeout=COMPILE_S))
     patch(tune, "candidates", lambda *_: list(configs))
     patch(tune, "emit", emit)
     patch(compile_pool, "CompileJob", Compile)

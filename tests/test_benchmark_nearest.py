@@ -16,7 +16,7 @@ import stub_card  # type: ignore[import-not-found] # conftest.py makes it import
 
 from benchmarks import nearest, repeatability, untuned
 from benchmarks.nearest import Served, measured, problems, served, shipped_alone, shortfalls, summary
-from tlxgen import devices, ops, selection, tune
+from tlxgen import devices, ops, selection, tune, tuning
 from tlxgen.compile_pool import CompilePool
 from tlxgen.config import Config
 from tlxgen.errors import GpuLostError
@@ -97,7 +97,7 @@ class TestMeasuring:
 
         monkeypatch.setattr(nearest, "Child", Counted)
         monkeypatch.setattr(nearest, "CompilePool", pool)
-        monkeypatch.setattr(tune, "CompilePool", None)
+        monkeypatch.setattr(tuning, "CompilePool", None)
         run("--operator", "gemm", "--count", "2")
         assert (len(children), len(pools)) == (1, 1)
         assert not children[0].alive

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tlxgen import __version__, cli, devices, ops, runtime, toolchain, tune
+from tlxgen import __version__, cli, devices, ops, runtime, toolchain, tuning
 from tlxgen.candidates import candidates, default_config
 from tlxgen.config import Config
 from tlxgen.devices import target
@@ -77,7 +77,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a compiler was started")
 
-    monkeypatch.setattr(tune, "CompilePool", refuse)
+    monkeypatch.setattr(tuning, "CompilePool", refuse)
 
 
 def stored() -> list[TunedRecord]:
@@ -277,7 +277,7 @@ class TestTuneWithoutGpu:
                 future.set_exception(CompileError("ptxas", "register allocation failed"))
                 return future
 
-        monkeypatch.setattr(tune, "CompilePool", Failing)
+        monkeypatch.setattr(tuning, "CompilePool", Failing)
         done = run("tune", "gemm", 512, 512, 512, "--compile-only", "--trials", 3)
         assert done.status == 1
         assert done.out == ""

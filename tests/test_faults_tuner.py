@@ -23,7 +23,7 @@ from tlxgen.errors import GpuLostError, TuningError
 from tlxgen.keys import tuning_key
 from tlxgen.measure import PROTOCOL
 from tlxgen.store import Store
-from tlxgen.tune import Budget, TuneResult
+from tlxgen.tuning import Budget, TuneResult
 
 HERE = Path(__file__).parent
 PATH = os.pathsep.join([str(HERE), str(HERE.parent)])

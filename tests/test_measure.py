@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import stub_device  # type: ignore[import-not-found] # conftest.py makes it importable
 
-from tlxgen import measure, ops, tune
+from tlxgen import measure, ops, tune, tuning
 from tlxgen.emit import KernelSource
 from tlxgen.errors import TuningError
 from tlxgen.measure import PEER, Measure, Session
@@ -135,7 +135,7 @@ def tuned(tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch) -> Call
     def tuned(*sources: KernelSource) -> Any:
         by_config = {source.config: source for source in sources}
         monkeypatch.setattr(tune, "Card", lambda name, problem, seed: Card(name, problem, seed, child=child))
-        monkeypatch.setattr(tune, "CompilePool", lambda *_, **__: InstantPool())
+        monkeypatch.setattr(tuning, "CompilePool", lambda *_, **__: InstantPool())
         monkeypatch.setattr(tune, "candidates", lambda *_: list(by_config))
         monkeypatch.setattr(tune, "emit", lambda operator, problem, config: by_config[config])
         with Store.open(tmp_path / "tuned.db") as store:

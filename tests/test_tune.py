@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.recorded import InstantPool, RecordedCard, table
-from tlxgen import devices, ops, tune
+from tlxgen import devices, ops, rank, tune, tuning
 from tlxgen.candidates import candidates
 from tlxgen.config import Config
 from tlxgen.errors import CompileError, InvalidProblemError, TuningError
@@ -20,7 +20,7 @@ from tlxgen.keys import tuning_key
 from tlxgen.measure import PROTOCOL, Verdict
 from tlxgen.record import Trial
 from tlxgen.store import Store
-from tlxgen.tune import Budget, TuneResult
+from tlxgen.tuning import Budget, TuneResult
 
 SQUARE = (4096, 4096, 4096)
 FLAT = (512, 4096, 4096)
@@ -53,7 +53,7 @@ def run(store: Store, monkeypatch: pytest.MonkeyPatch) -> Run:
     ) -> TuneResult:
         card.child.alive = True
         monkeypatch.setattr(tune, "Card", lambda *_: card)
-        monkeypatch.setattr(tune, "CompilePool", lambda *_, **__: InstantPool(failures))
+        monkeypatch.setattr(tuning, "CompilePool", lambda *_, **__: InstantPool(failures))
         return tune.tune(problem(sizes), store, budget=Budget(trials, seconds), **options)
 
     return run
@@ -392,13 +392,13 @@ class TestEndings:
     def test_an_interrupted_ranking_keeps_its_best(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         legal = candidates(problem(SQUARE), H200)
         failures = {legal[0]: CompileError("ptxas", "fatal"), legal[5]: KeyboardInterrupt()}
-        monkeypatch.setattr(tune, "CompilePool", lambda *_, **__: InstantPool(failures))
-        result = tune.rank(problem(SQUARE), H200, store, budget=Budget(24, 600))
+        monkeypatch.setattr(tuning, "CompilePool", lambda *_, **__: InstantPool(failures))
+        result = rank.rank(problem(SQUARE), H200, store, budget=Budget(24, 600))
         assert (result.interrupted, result.record.config, result.state.tried) == (True, legal[1], 5)
         assert kept(store) == result.record
         failures[legal[0]] = KeyboardInterrupt()
         with pytest.raises(KeyboardInterrupt):
-            tune.rank(problem(SQUARE), H200, store, budget=Budget(24, 600))
+            rank.rank(problem(SQUARE), H200, store, budget=Budget(24, 600))
 
     def test_a_finished_search_only_runs_its_final_again(self, run: Run) -> None:
         run(card(), trials=64)
@@ -474,7 +474,7 @@ class TestTwins:
         child = SimpleNamespace(alive=True)
         cards = {name: RecordedCard(by_config, 200.0, noise=0.0, child=child) for name, by_config in times.items()}
         monkeypatch.setattr(tune, "Card", lambda _operator, problem, _seed: cards[problem.group_sizes])
-        monkeypatch.setattr(tune, "CompilePool", lambda *_, **__: InstantPool())
+        monkeypatch.setattr(tuning, "CompilePool", lambda *_, **__: InstantPool())
         return tune.tune(self.problem(spread), store, budget=Budget(8, 600))
 
     def test_the_winner_is_fast_on_each(
@@ -556,7 +556,7 @@ class TestLentCompilers:
 
     def test_rank_leaves_them_too(self, store: Store) -> None:
         pool: Any = self.Slow(first=3)
-        result = tune.rank(problem(SQUARE), H200, store, budget=Budget(20, 0.0), pool=pool)
+        result = rank.rank(problem(SQUARE), H200, store, budget=Budget(20, 0.0), pool=pool)
         assert result.record.origin == "predicted"
         assert not pool.closed
         assert all(future.cancelled() for future in pool.submitted[3:])

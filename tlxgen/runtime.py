@@ -404,7 +404,8 @@ def _tune(problem: Problem) -> None:
     """Tunes the problem, alone on the GPU among tuners, and looks at rows anew."""
     from tlxgen import gpu_lock, plans
     from tlxgen.store import Store
-    from tlxgen.tune import Budget, tune
+    from tlxgen.tune import tune
+    from tlxgen.tuning import Budget
 
     if plans.is_capturing():
         raise LaunchError(f"{problem.label}: tuning would break the capture of this CUDA graph; tune before capturing")

@@ -7,21 +7,19 @@ soon as it has failed or passed its gate, so that a run that ends early, by what
 from __future__ import annotations
 
 import os
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from tlxgen import final, model, ops, space
+from tlxgen import final, ops, space
 from tlxgen._version import __version__
 from tlxgen.candidates import candidates
 from tlxgen.compile import Binary
 from tlxgen.compile_pool import CompilePool
 from tlxgen.config import Config
-from tlxgen.devices import Gpu
+from tlxgen.contention import disturbance
 from tlxgen.emit import KernelSource, emit
 from tlxgen.errors import CompileError, GpuLostError, TuningError
 from tlxgen.keys import tuning_key
@@ -32,6 +30,7 @@ from tlxgen.record import Trial, TrialStatus, TunedRecord, TuningKey
 from tlxgen.search import Search, effective_sampler, make_search
 from tlxgen.store import Store
 from tlxgen.trials import Card, Timing, timings
+from tlxgen.tuning import Budget, Progress, State, TuneResult, compilers, nothing_works
 
 _LOOK_ROUNDS = 5
 _SEMIFINAL_ROUNDS = 11
@@ -44,133 +43,12 @@ _RIVAL = 0.15  # which are no slower than the fastest by more than this
 #: Failures that say more of the machine than of the candidate; they are tried again.
 _TRANSIENT = {"timeout", "killed", "out_of_memory", "gpu_lost"}
 
-#: Interquartile range of the peer's rounds over their median beyond which a final says nothing. It is 0.002 to 0.11 on a
-#: quiet H200, and 0.002 to 0.09 beside a process that loads it: who else is there is counted, and not told by scatter.
-_RESTLESS = 0.25
-
 #: Protocol of a row that is kept while the search goes on: one look, not yet a final.
 _LOOK_PROTOCOL = f"{PROTOCOL}/look"
 
 #: Protocol of the trial of a candidate that has passed the gate, until the look at its batch takes its place. Its time
 #: may be the host's, and decides nothing: it says that the candidate works.
 _GATE_PROTOCOL = f"{PROTOCOL}/gate"
-
-
-@dataclass(frozen=True)
-class Budget:
-    """When to stop: whichever comes first."""
-
-    trials: int = 200
-    seconds: float = 120.0
-
-
-@dataclass
-class State:
-    """How a run stands; `Progress` callbacks read it."""
-
-    legal: int
-    budget: Budget
-    started: float = field(default_factory=time.monotonic)
-    tried: int = 0
-    resumed: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    sample_error: str = ""
-    best: Config | None = None
-    best_us: float | None = None
-    best_ratio: float | None = None
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.started
-
-
-Progress = Callable[[State], None]
-
-
-@dataclass(frozen=True)
-class TuneResult:
-    """What a run found."""
-
-    record: TunedRecord
-    stored: bool
-    state: State
-    interrupted: bool
-    finalists: dict[Config, Timing]
-    disturbed: str = ""  #: what says that something else ran on the card during the final
-    loss: float | None = None  #: to the best config, on the twin where the winner loses most; None without twins
-
-
-def rank(
-    problem: Problem,
-    gpu: Gpu,
-    store: Store,
-    *,
-    budget: Budget,
-    workers: int | None = None,
-    templates: tuple[str, ...] | None = None,
-    progress: Progress | None = None,
-    pool: CompilePool | None = None,
-) -> TuneResult:
-    """Tuning without a GPU: compiles the model's favourites and keeps the best that compiles well as `predicted`.
-
-    `pool` are compilers that are left running, as of `tune`.
-
-    Raises:
-        TuningError: none compiles.
-        KeyboardInterrupt: and nothing had compiled by then.
-    """
-    operator = ops.get(problem.operator)
-    legal = candidates(problem, gpu, templates)
-    state = State(len(legal), budget)
-    compiled: dict[Config, Binary] = {}
-    interrupted = False
-    try:
-        with _compilers(pool, gpu, workers) as compilers:
-            futures = {config: compilers.submit(emit(operator, problem, config)) for config in legal[: budget.trials]}
-            try:
-                for config, future in futures.items():
-                    if state.elapsed > budget.seconds and compiled:
-                        break
-                    _await(config, future, compiled, state)
-                    if state.best is None and config in compiled:  # they come in the model's order
-                        state.best, state.best_us = config, operator.predict_us(problem, config, gpu)
-                    if progress:
-                        progress(state)
-            finally:
-                for future in futures.values():
-                    future.cancel()
-    except KeyboardInterrupt:
-        if state.best is None:
-            raise
-        interrupted = True
-    if state.best is None:
-        raise TuningError(_nothing_works(problem, state))
-    record = TunedRecord(
-        key=tuning_key(problem, gpu.key),
-        config=state.best,
-        origin="predicted",
-        source_hash=compiled[state.best].source.code_hash,
-        time_us=operator.predict_us(problem, state.best, gpu),
-        protocol=model.VERSION,
-        versions={"tlxgen": __version__},
-        trials=state.tried,
-    )
-    return TuneResult(record, store.put(record), state, interrupted, finalists={})
-
-
-def _compilers(pool: CompilePool | None, gpu: Gpu, workers: int | None) -> CompilePool | nullcontext[CompilePool]:
-    """Those that were lent, or such as end with the run."""
-    return CompilePool(gpu.capability, workers, simulate=True) if pool is None else nullcontext(pool)
-
-
-def _await(config: Config, future: Future[Binary], compiled: dict[Config, Binary], state: State) -> None:
-    """Takes one compilation's outcome into the account."""
-    try:
-        compiled[config] = future.result()
-    except CompileError as error:
-        _count(state, error.kind, str(error))
-    state.tried += 1
 
 
 def tune(
@@ -218,8 +96,8 @@ def tune(
         run.resume()
         run.choose_search(sampler, seed)
         try:
-            with _compilers(pool, report.gpu, workers) as compilers:
-                run.search_with(compilers, progress)
+            with compilers(pool, report.gpu, workers) as lent:
+                run.search_with(lent, progress)
             return run.finish(interrupted=False)
         except KeyboardInterrupt:
             if not run.relative:
@@ -292,7 +170,7 @@ class _Run:
             self.finished.add(trial.config)
             if trial.time_us is None:
                 self.known[trial.config] = None
-                _count(self.state, trial.status, trial.message)
+                self.state.fail(trial.status, trial.message)
             else:  # in the measure of today's card: relative to the peer of its own run, times today's
                 relative = trial.time_us / (trial.peer_us or self.report.peer_us)
                 self.known[trial.config] = relative * self.report.peer_us
@@ -400,7 +278,7 @@ class _Run:
         self._tell(config, source, "ok", time_us, "")
 
     def _failed(self, config: Config, source: KernelSource, verdict: Verdict) -> None:
-        _count(self.state, verdict.status, verdict.message)
+        self.state.fail(verdict.status, verdict.message)
         status: Any = verdict.status
         self._tell(config, source, status, None, verdict.message)
 
@@ -456,7 +334,7 @@ class _Run:
         if not timed:
             if self.relative or self.incumbent:  # then the row is of one of those that were to be compared
                 self.store.mark_bad(self.key, "it did not survive the final comparison")
-            raise TuningError(_nothing_works(self.problem, self.state))
+            raise TuningError(nothing_works(self.problem, self.state))
         disturbed = self._disturbance(timed)
         best, loss = self._winner(timed, () if disturbed else twins, favourites)
         record = self._record(best, timed[best], _LOOK_PROTOCOL if disturbed else PROTOCOL)
@@ -505,7 +383,7 @@ class _Run:
     def account(self) -> str:
         """What is kept, in one clause."""
         best = f", the best so far with {self.state.best_us:.1f} us" if self.state.best_us is not None else ""
-        return f"{self.state.tried} trials ({_counts(self.state) or 'none failed'}) are kept{best}"
+        return f"{self.state.tried} trials ({self.state.failures_in_words or 'none failed'}) are kept{best}"
 
     def _timings(self, configs: list[Config], rounds: int) -> dict[Config, Timing]:
         """One interleaved measurement of those that (still) pass the gate."""
@@ -537,28 +415,3 @@ class _Run:
             versions={"tlxgen": __version__, **self.report.versions},
             trials=self.state.tried,
         )
-
-
-def disturbance(timed: Iterable[Timing], newcomers: int = 0) -> str:
-    """What says that something else ran on the card while these were timed, if anything does."""
-    if newcomers > 0:
-        return f"{newcomers} process(es) began to compute on this GPU meanwhile"
-    spread = max((timing.peer_spread for timing in timed), default=0.0)
-    if spread > _RESTLESS:
-        return f"the library's own times scatter by {spread:.0%}"
-    return ""
-
-
-def _count(state: State, kind: str, message: str) -> None:
-    state.failures[kind] += 1
-    state.sample_error = state.sample_error or message
-
-
-def _nothing_works(problem: Problem, state: State) -> str:
-    sample = f"; for example: {state.sample_error}" if state.sample_error else ""
-    return f"no candidate for {problem.label} works: {_counts(state) or 'none was tried within the budget'}{sample}"
-
-
-def _counts(state: State) -> str:
-    """Failures by class."""
-    return ", ".join(f"{count} {kind}" for kind, count in state.failures.most_common())

@@ -25,13 +25,15 @@ from tlxgen.errors import (
 from tlxgen.keys import tuning_key
 from tlxgen.problem import Problem
 from tlxgen.process import Child
+from tlxgen.rank import rank
 from tlxgen.record import TuningKey
 from tlxgen.search import SEARCHES
 from tlxgen.shipped import import_shipped
 from tlxgen.staleness import why_stale
 from tlxgen.store import Store
 from tlxgen.toolchain import require_tlx, toolchain
-from tlxgen.tune import Budget, State, TuneResult, rank, tune
+from tlxgen.tune import tune
+from tlxgen.tuning import Budget, State, TuneResult
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -301,7 +303,7 @@ def describe(problem: Problem, result: TuneResult) -> str:
         )
     else:
         lines.append(f"  predicted {record.time_us:.1f} us by {record.protocol}; not measured")
-    failures = ", ".join(f"{count} {kind}" for kind, count in state.failures.most_common()) or "none failed"
+    failures = state.failures_in_words or "none failed"
     earlier = f" ({state.resumed} in earlier runs)" if state.resumed else ""
     lines.append(f"  {state.tried} of {state.legal} legal candidates tried{earlier}, {failures}; {state.elapsed:.0f} s")
     if result.loss is not None:
