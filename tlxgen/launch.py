@@ -7,15 +7,20 @@ TF32 rounding in the descriptor), its ordinary launcher is used.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 from tlxgen.compile import compile_kernel
 
 #: Held while Triton's process-wide setting is other than the user's.
 _KNOB = threading.Lock()
+
+#: What is loaded.
+_LAUNCHERS: WeakSet[Launcher] = WeakSet()
 
 
 class SlimDescriptor:
@@ -66,6 +71,7 @@ class Launcher:
             self.indices = None  # every argument is passed: no need to pick
         self._constants = len(self.compiled.src.fn.arg_names) - len(args)
         self.lock = threading.Lock()  # the dispatcher keeps its arguments inside
+        _LAUNCHERS.add(self)
 
     def _load(self, knobs: Any, *, dispatch: bool) -> None:
         """Loads the binary, with a dispatcher if wanted; the user's own setting of Triton stays as it was."""
@@ -91,3 +97,10 @@ class Launcher:
         picked = args if self.indices is None else [args[i] for i in self.indices]
         with self.lock:
             self.dispatcher(*grid, stream, *picked)
+
+
+@atexit.register
+def _leave_loaded() -> None:
+    """Triton unloads what Python forgets, at the interpreter's end too, when it is half gone and says so on stderr."""
+    for launcher in list(_LAUNCHERS):
+        launcher.compiled.module = None
