@@ -84,10 +84,11 @@ def main() -> None:
     """Measures, writes the results and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=PROCESSES, help="of each kind, beside the first")
+    parser.add_argument("--only", default="", help="problems whose label has this in it")
     parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     rows = []
-    for case in CASES:
+    for case in (case for case in CASES if arguments.only in case.problem.label):
         rows.append(measure(case, arguments.processes))
         print(line(rows[-1]), flush=True)
     report = Setup("gemm", CASES[0].problem, seed=1)()
