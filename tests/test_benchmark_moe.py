@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks import moe, replays
 from benchmarks.moe import LAYERS, OURS, Layer
-from tlxgen import accuracy, functional, ops
+from tlxgen import accuracy, eligible, functional, ops
 from tlxgen.devices import target
 from tlxgen.ops.grouped_gemm_problem import GroupedGemmProblem
 from tlxgen.runtime import FallbackWarning
@@ -124,7 +124,7 @@ def test_the_products_are_those_that_the_layer_asks_for(monkeypatch: pytest.Monk
         return torch.zeros(74, 48, dtype=torch.bfloat16)
 
     monkeypatch.setattr(functional_grouped, "get_kernel", get_kernel)
-    monkeypatch.setattr(functional_grouped, "_DEVICE", "cpu")
+    monkeypatch.setattr(eligible, "DEVICE", "cpu")
     monkeypatch.setattr(functional_grouped, "_taking", first)
     runtime.forget()
     moe.wholes(moe.operands(TINY[0]))[OURS]()

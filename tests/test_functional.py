@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 import tlxgen
-from tlxgen import attention_backward, functional, runtime
+from tlxgen import attention_backward, eligible, functional, runtime
 from tlxgen.errors import InvalidProblemError, LaunchError
 from tlxgen.ops.attention import AttentionProblem
 from tlxgen.runtime import Choice, Kernel
@@ -71,7 +71,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """Kernels for the CPU."""
     served = Served()
     monkeypatch.setattr(functional, "get_kernel", served)
-    monkeypatch.setattr(functional, "_DEVICE", "cpu")
+    monkeypatch.setattr(eligible, "DEVICE", "cpu")
     return served
 
 
@@ -529,7 +529,7 @@ class TestKernels:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
     def test_of_such_a_machine_are_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(functional, "_DEVICE", "cpu")
+        monkeypatch.setattr(eligible, "DEVICE", "cpu")
         tensors = inputs((1, 2, 30, 16), (1, 2, 30, 16))
         with pytest.warns(tlxgen.FallbackWarning):
             out = scaled_dot_product_attention(*tensors)

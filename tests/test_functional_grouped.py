@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlxgen import functional, functional_grouped, runtime
+from tlxgen import eligible, functional, functional_grouped, runtime
 from tlxgen.ops.grouped_gemm_problem import GroupedGemmProblem
 from tlxgen.runtime import Choice, Kernel
 
@@ -65,7 +65,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """Kernels for the CPU."""
     served = Served()
     monkeypatch.setattr(functional_grouped, "get_kernel", served)
-    monkeypatch.setattr(functional_grouped, "_DEVICE", "cpu")
+    monkeypatch.setattr(eligible, "DEVICE", "cpu")
     return served
 
 
@@ -235,7 +235,7 @@ class TestGoesToTorch:
         assert not served.launched
 
     def test_tensors_elsewhere(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(functional_grouped, "_DEVICE", "cuda")
+        monkeypatch.setattr(eligible, "DEVICE", "cuda")
         a, b, offs = operands("2d3d")
         assert torch.equal(grouped_mm(a, b, offs=offs), theirs(a, b, offs=offs))
         assert not served.launched

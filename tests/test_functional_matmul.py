@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tlxgen
-from tlxgen import functional, functional_matmul, runtime
+from tlxgen import eligible, functional, functional_matmul, runtime
 from tlxgen.candidates import candidates
 from tlxgen.devices import target
 from tlxgen.runtime import Choice, Kernel
@@ -44,7 +44,7 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     served = Served()
     monkeypatch.setattr(functional_matmul, "get_kernel", served)
-    monkeypatch.setattr(functional_matmul, "_DEVICE", "cpu")
+    monkeypatch.setattr(eligible, "DEVICE", "cpu")
     runtime.forget()
     torch.manual_seed(0)
     yield served
@@ -131,7 +131,7 @@ class TestWhatGoesToTorch:
         assert torch.equal(functional.matmul(a, b), a @ b)
 
     def test_kernels_that_are_torch_anyway(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(functional_matmul, "_DEVICE", "cpu")
+        monkeypatch.setattr(eligible, "DEVICE", "cpu")
         runtime.forget()
         monkeypatch.setattr(
             functional_matmul, "get_kernel", lambda _, problem: Kernel(problem, Choice("torch", None), None)

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from tlxgen import functional, functional_grouped, functional_moe, moe_combine, moe_combine_kernel
+from tlxgen import eligible, functional, functional_grouped, functional_moe, moe_combine, moe_combine_kernel
 from tlxgen.errors import InvalidProblemError
 from tlxgen.moe_combine_kernel import Launch
 
@@ -117,7 +117,7 @@ def test_tokens_are_brought_back_by_one_kernel_unless_gradients_are_wanted(monke
     given["topk_ids"][::3, 0] = -1
     expected = fused_moe(**given)
     monkeypatch.setattr(Launch, "__call__", interpreted)
-    monkeypatch.setattr(moe_combine, "_DEVICE", "cpu")
+    monkeypatch.setattr(eligible, "DEVICE", "cpu")
     monkeypatch.setattr(moe_combine, "_compiles_for", lambda _: True)
     monkeypatch.setattr(moe_combine, "_is_capturing", lambda: False)
     out = fused_moe(**given)

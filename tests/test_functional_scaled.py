@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlxgen import accuracy, functional, functional_scaled, ops, runtime
+from tlxgen import accuracy, eligible, functional, functional_scaled, ops, runtime
 from tlxgen.runtime import Choice, Kernel
 
 E, ROWS, N, K = 3, 40, 32, 48
@@ -39,7 +39,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append(problem)
         return Disguised(Kernel(problem, Choice("torch", None), None))
 
-    monkeypatch.setattr(functional_scaled, "_DEVICE", "cpu")
+    monkeypatch.setattr(eligible, "DEVICE", "cpu")
     monkeypatch.setattr(functional_scaled, "get_kernel", get_kernel)
     return asked
 

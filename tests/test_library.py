@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tlxgen import functional, functional_matmul, library, runtime
+from tlxgen import eligible, functional, library, runtime
 from tlxgen.errors import InvalidProblemError
 from tlxgen.library import CALLER, GRADIENTS, NOBODY
 
@@ -22,8 +22,7 @@ sdpa = torch.nn.functional.scaled_dot_product_attention
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if the CPU had kernels; `get_kernel` gives torch's there."""
     monkeypatch.setattr(library, "kernels_here", lambda: True)
-    monkeypatch.setattr(functional, "_DEVICE", "cpu")
-    monkeypatch.setattr(functional_matmul, "_DEVICE", "cpu")
+    monkeypatch.setattr(eligible, "DEVICE", "cpu")
     monkeypatch.setattr(runtime, "_current_device", lambda: None)
     runtime.forget()
     torch._dynamo.reset()

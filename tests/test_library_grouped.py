@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.test_library import compiled
-from tlxgen import functional, functional_grouped, library, library_grouped, runtime
+from tlxgen import eligible, functional, functional_grouped, library, library_grouped, runtime
 
 E, TOKENS, N, K = 3, 40, 24, 16
 ENDS = torch.tensor([13, 13, 40], dtype=torch.int32)
@@ -24,7 +24,7 @@ FORMS = ("2d3d", "3d2d", "2d2d", "3d3d")
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if the CPU had kernels; `get_kernel` gives torch's there."""
     monkeypatch.setattr(library, "kernels_here", lambda: True)
-    monkeypatch.setattr(functional_grouped, "_DEVICE", "cpu")
+    monkeypatch.setattr(eligible, "DEVICE", "cpu")
     monkeypatch.setattr(runtime, "_current_device", lambda: None)
     runtime.forget()
     torch._dynamo.reset()

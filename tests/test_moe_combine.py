@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from tests.test_platforms import ARCHITECTURES
-from tlxgen import moe_combine, moe_combine_kernel, toolchain
+from tlxgen import eligible, moe_combine, moe_combine_kernel, toolchain
 from tlxgen.compile import _ptxas_log, compile_kernel
 from tlxgen.moe_combine import combine
 from tlxgen.moe_combine_kernel import Launch
@@ -45,7 +45,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         launches.append(launch)
 
     monkeypatch.setattr(Launch, "__call__", call)
-    monkeypatch.setattr(moe_combine, "_DEVICE", "cpu")
+    monkeypatch.setattr(eligible, "DEVICE", "cpu")
     monkeypatch.setattr(moe_combine, "_compiles_for", lambda _: True)
     monkeypatch.setattr(moe_combine, "_is_capturing", lambda: False)
     monkeypatch.setattr(moe_combine, "_LOADED", set())

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from tlxgen.calls import autocast
+from tlxgen.eligible import plain
 
 #: Bytes that addresses are told apart by: what Triton, TMA and cp.async know of alignment.
 _ALIGNMENT = 16
 _LOW = _ALIGNMENT - 1
-#: Whose parts kernels see: a subclass may have others, or say something else of itself.
-PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _data_ptr = Tensor.data_ptr
 
 
@@ -64,11 +63,6 @@ class Alike:
 def _nested(tensor: Any) -> bool:
     """Of which the guards in C++ cannot be asked: they would end the process."""
     return getattr(tensor, "is_nested", False) is True
-
-
-def plain(tensors: Sequence[Any]) -> bool:
-    """Whether these are tensors without more to them than torch knows."""
-    return all(type(tensor) in PLAIN for tensor in tensors)
 
 
 def _compared(tensors: Sequence[Tensor]) -> Callable[..., bool]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tlxgen import attention_backward as backward
-from tlxgen import library, ops, torch_own
+from tlxgen import eligible, library, ops, torch_own
 from tlxgen.calls import as_given, transformed
 from tlxgen.errors import InvalidProblemError, LaunchError
 from tlxgen.functional_grouped import grouped_mm
@@ -41,11 +41,9 @@ __all__ = [
     "scaled_grouped_mm",
 ]
 
-_DEVICE = "cuda"  # the kind of device that kernels are for
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 _LARGEST_HEAD = 256
 _NUMBERS = frozenset({int, float})
-_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 
 
 def scaled_dot_product_attention(
@@ -207,24 +205,14 @@ def attention(
 
 def _plain(*tensors: Tensor) -> bool:
     """Whether kernels see all that there is to these tensors."""
-    for tensor in tensors:
-        if not (
-            type(tensor) in _TENSORS
-            and tensor.device.type == _DEVICE
-            and not tensor.is_nested
-            and tensor.layout is torch.strided
-            and tensor.dim() >= 3
-            and tensor.stride(-1) == 1
-        ):
-            return False
-    if torch.is_autocast_enabled(_DEVICE) and torch.get_autocast_dtype(_DEVICE) != tensors[0].dtype:
-        return False  # torch would convert them
-    return not transformed()
+    if not eligible.seen(*tensors) or eligible.converted(tensors[0]):
+        return False
+    return all(tensor.dim() >= 3 and tensor.stride(-1) == 1 for tensor in tensors) and not transformed()
 
 
 def _in_graph(q: Tensor, k: Tensor, v: Tensor, *, gqa: bool) -> bool:
     """Whether an operator of `tlxgen.library` may stand for torch's, as far as a compiler can tell."""
-    if not (q.device.type == k.device.type == v.device.type == _DEVICE and q.dtype == k.dtype == v.dtype):
+    if not (q.device.type == k.device.type == v.device.type == eligible.DEVICE and q.dtype == k.dtype == v.dtype):
         return False
     if not library.kernels_here():
         return False
@@ -241,7 +229,7 @@ def _in_graph(q: Tensor, k: Tensor, v: Tensor, *, gqa: bool) -> bool:
         return False
     if heads % kv_heads if gqa else heads != kv_heads:
         return False
-    return not torch.is_autocast_enabled(_DEVICE) or torch.get_autocast_dtype(_DEVICE) == q.dtype
+    return not eligible.converted(q)
 
 
 def _attention_in_graph(
@@ -290,7 +278,7 @@ class _Found:
 
 
 def _choose(problem: AttentionProblem, q: Tensor) -> Kernel:
-    if q.device.type != _DEVICE:
+    if q.device.type != eligible.DEVICE:
         return Kernel(problem, Choice("torch", None, (f"tensors on {q.device.type}: torch computes",)), None)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         return get_kernel("attention", problem)

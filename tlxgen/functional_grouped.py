@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from tlxgen import library, library_grouped, ops, torch_own
+from tlxgen import eligible, library, library_grouped, ops, torch_own
 from tlxgen.calls import as_given, transformed
 from tlxgen.devices import Hopper
 from tlxgen.errors import InvalidProblemError
@@ -27,8 +27,6 @@ from tlxgen.taken import Taken
 
 __all__ = ["grouped_mm"]
 
-_DEVICE = "cuda"  # the kind of device that kernels are for
-_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 _EPILOGUES = {activation: epilogue for epilogue, activation in GATED.items()}
 
@@ -146,16 +144,9 @@ def _plain(a: Tensor, b: Tensor, offs: Tensor | None) -> bool:
 
 def _seen(a: Tensor, b: Tensor, offs: Tensor | None) -> bool:
     """Whether kernels see all that there is to these tensors."""
-    given = (a, b) if offs is None else (a, b, offs)
-    for tensor in given:
-        if type(tensor) not in _TENSORS or tensor.device.type != _DEVICE or tensor.device != a.device:
-            return False
-        if tensor.is_nested or tensor.layout is not torch.strided:
-            return False
-    if a.dtype not in _DTYPES or b.dtype != a.dtype:
+    if not eligible.seen(*_given(a, b, offs)) or eligible.converted(a):
         return False
-    # Else torch would convert them.
-    return not torch.is_autocast_enabled(_DEVICE) or torch.get_autocast_dtype(_DEVICE) == a.dtype
+    return a.dtype in _DTYPES and b.dtype == a.dtype
 
 
 #: By shapes, strides, dtypes and devices: the kernel, or None where torch is to compute.

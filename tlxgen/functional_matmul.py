@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlxgen import library, ops, torch_own
+from tlxgen import eligible, library, ops, torch_own
 from tlxgen.calls import as_given, transformed
 from tlxgen.errors import InvalidProblemError
 from tlxgen.lookups import Lookups
@@ -23,8 +23,6 @@ from tlxgen.taken import Taken
 
 __all__ = ["linear", "matmul"]
 
-_DEVICE = "cuda"  # the kind of device that kernels are for
-_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -80,17 +78,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _takes(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
     """Whether kernels see all that there is to these tensors, and they are operands of one product."""
-    for tensor in (a, b) if bias is None else (a, b, bias):
-        if type(tensor) not in _TENSORS or tensor.device.type != _DEVICE or tensor.device != a.device:
-            return False
-        if tensor.is_nested or tensor.layout is not torch.strided or tensor.dtype != a.dtype:
-            return False
+    given = (a, b) if bias is None else (a, b, bias)
+    if not eligible.seen(*given) or any(tensor.dtype != a.dtype for tensor in given) or eligible.converted(a):
+        return False
     if a.dtype not in _DTYPES or a.dim() < 2 or b.dim() != 2 or a.shape[-1] != b.shape[0]:
         return False
     if bias is not None and bias.shape != b.shape[1:]:
         return False
-    if torch.is_autocast_enabled(_DEVICE) and torch.get_autocast_dtype(_DEVICE) != a.dtype:
-        return False  # torch would convert them
     return library.kernels_here() if torch.compiler.is_compiling() else not transformed()
 
 
@@ -135,7 +129,7 @@ def _find(a: Tensor, b: Tensor, bias: Tensor | None) -> Kernel | None:
 
 
 def _look_up(a: Tensor, b: Tensor, bias: Tensor | None) -> Kernel | None:
-    if a.device.type != _DEVICE:
+    if a.device.type != eligible.DEVICE:
         return None
     options = {"layout": _layout(a) + _layout(b), "epilogue": "none" if bias is None else "bias", "dtype": a.dtype}
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlxgen import ops
+from tlxgen import eligible, ops
 from tlxgen.calls import transformed, untraced
 from tlxgen.errors import InvalidProblemError
 from tlxgen.lookups import Lookups
@@ -18,8 +18,6 @@ from tlxgen.runtime import Kernel, get_kernel
 
 __all__ = ["scaled_grouped_mm"]
 
-_DEVICE = "cuda"  # the kind of device that kernels are for
-_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float32, torch.float32, torch.int32)
 
 
@@ -65,12 +63,8 @@ def scaled_grouped_mm(
 
 def _plain(given: tuple[Tensor, ...]) -> bool:
     """Whether kernels see all that there is to these tensors, and they are what kernels are for."""
-    for tensor, dtype in zip(given, _DTYPES, strict=True):
-        if type(tensor) not in _TENSORS or tensor.is_nested or tensor.layout is not torch.strided:
-            return False
-        if tensor.dtype != dtype or tensor.device.type != _DEVICE or tensor.device != given[0].device:
-            return False
-    return not transformed()
+    dtypes = tuple(tensor.dtype for tensor in given)
+    return dtypes == _DTYPES and eligible.seen(*given) and not transformed()
 
 
 #: By shapes, devices and pins: the kernel, or None where torch is to compute. Strides are the kernel's to judge.

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tlxgen import devices
-from tlxgen.alike import PLAIN
+from tlxgen import devices, eligible
 from tlxgen.calls import transformed
 from tlxgen.selection import FallbackWarning, has_triton
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["combine"]
 
-_DEVICE = "cuda"  # the kind of device that the kernel is for
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _WEIGHTS = _DTYPES | {torch.float64}
 _IDS = frozenset({torch.int32, torch.int64})
@@ -73,9 +71,7 @@ def _by_torch(result: Tensor, place: Tensor, weights: Tensor, ids: Tensor, exper
 def _takes(*tensors: Tensor) -> bool:
     """Whether the kernel sees all that there is to these tensors, and autograd need not know of it."""
     result, place, weights, ids = tensors
-    if result.device.type != _DEVICE or result.dtype not in _DTYPES:
-        return False
-    if any(type(tensor) not in PLAIN or tensor.device != result.device for tensor in tensors):
+    if not eligible.seen(*tensors) or result.dtype not in _DTYPES:
         return False
     if weights.dtype not in _WEIGHTS or ids.dtype not in _IDS or not place.is_contiguous():
         return False

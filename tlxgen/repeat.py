@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tlxgen import plans
-from tlxgen.alike import Alike, plain
+from tlxgen.alike import Alike
 from tlxgen.calls import unseen
+from tlxgen.eligible import plain
 from tlxgen.memory import allocator
 from tlxgen.plans import Plan
 from tlxgen.replay import Replay

@@ -6,8 +6,9 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tlxgen import runtime
-from tlxgen.alike import PLAIN, Alike, plain
+from tlxgen.alike import Alike
 from tlxgen.calls import autocast_anywhere, transformed
+from tlxgen.eligible import PLAIN, plain
 from tlxgen.pinning import Pin, pinned
 
 if TYPE_CHECKING:
