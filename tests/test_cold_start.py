@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -163,6 +164,42 @@ class TestServed:
         served.forget()
         assert served.recall(problem(), remembered, H200) is None
 
+    def test_knows_nothing_once_a_file_has_another_name(
+        self, remembered: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import shutil
+
+        monkeypatch.setattr(served, "_IMPORTED", float("inf"))
+        copy = tmp_path / "templates"
+        shutil.copytree(paths.TEMPLATES, copy)
+        before = served._everything(copy, paths.SEARCH_SPACES)
+        assert before is not None
+        served.forget()
+        macro = next((copy / "macros").glob("*.j2"))
+        macro.rename(macro.with_name("another.j2"))
+        assert served._everything(copy, paths.SEARCH_SPACES) not in {None, before}
+
+    def test_knows_nothing_of_code_that_changed_after_its_import(
+        self, remembered: Config, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert served.recall(problem(), remembered, H200) is not None
+        served.forget()
+        monkeypatch.setattr(served, "_IMPORTED", 0.0)
+        assert served.recall(problem(), remembered, H200) is None
+
+    def test_knows_nothing_where_a_file_cannot_be_read(
+        self, remembered: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Editors leave links that lead nowhere beside what is being edited."""
+        import shutil
+
+        monkeypatch.setattr(served, "_IMPORTED", float("inf"))
+        copy = tmp_path / "spaces"
+        shutil.copytree(paths.SEARCH_SPACES, copy)
+        monkeypatch.setattr(paths, "SEARCH_SPACES", copy)
+        (copy / ".#gemm_vanilla.yaml").symlink_to("somebody@somewhere")
+        assert served.recall(problem(), remembered, H200) is None
+
     @pytest.mark.parametrize(
         "content", ["", "{", "[]", "{}", '{"file": 3, "code_hash": 4}', '{"file": "../x"}', "\xff"]
     )
@@ -221,6 +258,11 @@ class TestNotes:
 
 
 class TestPausedCollector:
+    @staticmethod
+    def import_some(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        for number in range(count):
+            monkeypatch.setitem(sys.modules, f"imported_meanwhile_{number}", ModuleType("imported_meanwhile"))
+
     def test_collects_nothing_inside_and_is_back_afterwards(self) -> None:
         def fail() -> None:
             with collector.paused(), collector.paused():
@@ -240,6 +282,35 @@ class TestPausedCollector:
             assert not gc.isenabled()
         finally:
             gc.enable()
+
+    @pytest.mark.parametrize("imports", [0, 1, collector._MANY])
+    def test_looks_at_nothing_when_imports_are_done(self, imports: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        looks: list[int] = []
+
+        def look(phase: str, about: dict[str, int]) -> None:
+            looks.append(about["generation"])
+
+        made: list[list[int]] = []
+        gc.callbacks.append(look)
+        try:
+            with collector.paused():
+                self.import_some(imports, monkeypatch)
+                made += [[] for _ in range(100_000)]
+            made += [[] for _ in range(10)]
+        finally:
+            gc.callbacks.remove(look)
+        assert (looks == []) is (imports == collector._MANY)
+        assert gc.get_freeze_count() == 0
+
+    def test_leaves_frozen_what_the_user_froze(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gc.freeze()
+        try:
+            frozen = gc.get_freeze_count()
+            with collector.paused():
+                self.import_some(collector._MANY, monkeypatch)
+            assert 0 < gc.get_freeze_count() <= frozen  # fewer by those that ended
+        finally:
+            gc.unfreeze()
 
     def test_is_back_when_the_last_of_several_threads_is_done(self) -> None:
         first, last = threading.Event(), threading.Event()

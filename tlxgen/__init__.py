@@ -39,8 +39,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tlxgen' has no attribute {name!r}")
     from importlib import import_module
 
-    from tlxgen import collector
+    from tlxgen import collector, plugins
 
-    with collector.paused():
+    with collector.paused(), plugins.spared():
         home = import_module(_HOMES[name])
     return home if name == "functional" else getattr(home, name)

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from tlxgen import collector, paths, toolchain
+from tlxgen import collector, paths, plugins, toolchain
 from tlxgen.emit import KernelSource
 
 _LOCK = threading.Lock()
@@ -37,7 +37,7 @@ def load(source: KernelSource, directory: Path | None = None) -> ModuleType:
             module = importlib.util.module_from_spec(spec)
             sys.modules[name] = module
             try:
-                with collector.paused():  # the first of a process imports triton
+                with collector.paused(), plugins.spared():  # the first of a process imports triton
                     spec.loader.exec_module(module)
             except BaseException:
                 del sys.modules[name]

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -21,7 +21,9 @@ from tlxgen.emit import KernelSource
 from tlxgen.launch import Launcher, SlimDescriptor
 from tlxgen.ops.base import Operator
 from tlxgen.problem import Problem
-from tlxgen.replay import Replay, trace
+
+if TYPE_CHECKING:
+    from tlxgen.replay import Replay
 
 _THREAD = threading.local()
 
@@ -83,6 +85,8 @@ class KernelPlan:
             module = ModuleType(self._module.__name__)
             vars(module).update(arguments=_with(self._module.arguments, torch=torch_there))
             return self._arguments(module, inputs, output, **self._options)
+
+        from tlxgen.replay import Replay, trace  # of no use to a first call
 
         found = trace(arguments, inputs, order, output)
         return None if found is None else Replay(found, self._launcher, output.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from tlxgen.calls import unseen
 from tlxgen.eligible import plain
 from tlxgen.memory import allocator
 from tlxgen.plans import Plan
-from tlxgen.replay import Replay
+
+if TYPE_CHECKING:
+    from tlxgen.replay import Replay
 
 _NUMBERS = frozenset({int, float, bool, type(None)})
 #: Which of the repeats is traced: it takes the time that seven save, and in decoding each length comes once a layer.

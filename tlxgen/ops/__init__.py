@@ -6,6 +6,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from tlxgen import collector, plugins
 from tlxgen.errors import InvalidProblemError
 from tlxgen.ops.base import Operator
 
@@ -22,6 +23,7 @@ def get(name: str) -> Operator[Any]:
     """
     if name not in NAMES:
         raise InvalidProblemError(f"operator {name!r} is not known; use one of {', '.join(NAMES)}")
-    operator = import_module(f"tlxgen.ops.{name}").OPERATOR
+    with collector.paused(), plugins.spared():  # its problem is a model of pydantic's
+        operator = import_module(f"tlxgen.ops.{name}").OPERATOR
     assert isinstance(operator, Operator)
     return operator
