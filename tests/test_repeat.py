@@ -281,7 +281,7 @@ class TestGemm:
         kernel(*ab())
         traces: list[object] = []
         trace = replay.trace
-        monkeypatch.setattr(plans, "trace", lambda *args: traces.append(1) or trace(*args))  # type: ignore[func-returns-value]
+        monkeypatch.setattr(replay, "trace", lambda *args: traces.append(1) or trace(*args))  # type: ignore[func-returns-value]
         monkeypatch.setattr(plans, "is_capturing", lambda: True)
         for _ in range(3):
             kernel(*ab())
