@@ -312,22 +312,43 @@ class TestPausedCollector:
         finally:
             gc.unfreeze()
 
-    def test_is_back_when_the_last_of_several_threads_is_done(self) -> None:
-        first, last = threading.Event(), threading.Event()
+    @pytest.mark.parametrize("longest", ["first", "second"])
+    def test_is_back_when_two_threads_are_done(self, longest: str) -> None:
+        inside, end = threading.Event(), threading.Event()
 
         def work() -> None:
             with collector.paused():
-                first.set()
-                last.wait(10)
+                inside.set()
+                end.wait(10)
 
         thread = threading.Thread(target=work)
         with collector.paused():
             thread.start()
-            first.wait(10)
-        assert not gc.isenabled()
-        last.set()
+            inside.wait(10)
+            if longest == "first":
+                end.set()
+                thread.join()
+        end.set()
         thread.join()
         assert gc.isenabled()
+
+    def test_is_back_in_a_child_of_another_thread(self) -> None:
+        inside, end = threading.Event(), threading.Event()
+
+        def work() -> None:
+            with collector.paused():
+                inside.set()
+                end.wait(10)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        inside.wait(10)
+        child = os.fork()
+        if not child:
+            os._exit(not gc.isenabled())
+        end.set()
+        thread.join()
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_lengths_that_share_a_module_share_a_note(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

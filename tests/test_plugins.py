@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +86,7 @@ def nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both libraries are still to look, and there is nothing to find."""
     monkeypatch.setattr(plugins, "_to_come", lambda: [PYDANTIC, TRITON])
     monkeypatch.setattr(plugins, "_needless", lambda: frozenset({PYDANTIC, TRITON}))
+    monkeypatch.setattr(plugins, "_alone", lambda: True)
     for name in (PYDANTIC, TRITON):
         monkeypatch.delenv(name, raising=False)
 
@@ -113,12 +113,6 @@ class TestVariables:
             assert values() == (value, "1")
         assert values() == (value, None)
 
-    def test_that_the_user_sets_meanwhile_stay(self, nothing_there: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        with plugins.spared():
-            monkeypatch.setenv(PYDANTIC, "loud")
-            monkeypatch.delenv(TRITON)
-        assert values() == ("loud", None)
-
     def test_are_left_alone_where_both_have_looked(self, nothing_there: None, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail() -> frozenset[str]:
             raise AssertionError("nothing to spare")
@@ -128,46 +122,38 @@ class TestVariables:
         with plugins.spared():
             assert values() == (None, None)
 
-    def test_stay_until_the_last_of_several_threads_is_done(self, nothing_there: None) -> None:
-        first, last = threading.Event(), threading.Event()
-
-        def work() -> None:
-            with plugins.spared():
-                first.set()
-                last.wait(10)
-
-        thread = threading.Thread(target=work)
-        with plugins.spared():
-            thread.start()
-            first.wait(10)
-        assert values() == ("__all__", "1")
-        last.set()
-        thread.join()
-        assert values() == (None, None)
-
-    def test_are_not_inherited_by_a_fork_in_another_thread(self) -> None:
+    def test_are_not_set_beside_other_threads(self) -> None:
+        """They might read the environment, or start a process."""
         found = of_a_new_process("""
 import json, os, threading
 from tlxgen import plugins
-first, last = threading.Event(), threading.Event()
-def work():
+last = threading.Event()
+threading.Thread(target=last.wait, args=(10,)).start()
+def is_set():
     with plugins.spared():
-        first.set()
-        last.wait(10)
-threading.Thread(target=work).start()
-first.wait(10)
-read, write = os.pipe()
-if not os.fork():
-    inherited = [name in os.environ for name in plugins._VALUES]
-    with plugins.spared():  # whose lock and count are the child's own
-        pass
-    os.write(write, json.dumps([inherited, [name in os.environ for name in plugins._VALUES]]).encode())
-    os._exit(0)
-os.wait()
+        return [name in os.environ for name in plugins._VALUES]
+beside = is_set()
 last.set()
-print(os.read(read, 1000).decode())
+threading.enumerate()[-1].join()
+print(json.dumps([beside, is_set()]))
 """)
-        assert found == [[False, False], [False, False]]
+        assert found == [[False, False], [True, True]]
+
+    def test_are_not_set_while_torch_is_imported(self) -> None:
+        """Which takes seconds, and looks for plugins of its own."""
+        found = of_a_new_process("""
+import importlib.abc, json, os, sys
+from tlxgen import plugins
+found = {}
+class Watch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        found.setdefault(name, any(variable in os.environ for variable in plugins._VALUES))
+sys.meta_path.insert(0, Watch())
+import tlxgen
+tlxgen.functional
+print(json.dumps([found["torch"], found["torch.autograd"], found["pydantic"]]))
+""")
+        assert found == [False, False, True]
 
 
 class TestPydantic:

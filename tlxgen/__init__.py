@@ -41,6 +41,9 @@ def __getattr__(name: str) -> Any:
 
     from tlxgen import collector, plugins
 
-    with collector.paused(), plugins.spared():
-        home = import_module(_HOMES[name])
+    with collector.paused():
+        if name == "functional":
+            import_module("torch")  # which looks for plugins of its own, and takes seconds
+        with plugins.spared():
+            home = import_module(_HOMES[name])
     return home if name == "functional" else getattr(home, name)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,21 +17,40 @@ from contextlib import contextmanager
 #: garbage of the user's that is young has to wait each time for a full collection.
 _MANY = 5
 
-_LOCK = threading.Lock()
-_STATE = {"blocks": 0, "enabled": False, "modules": 0}
+_STATE = {"paused": False}
 
 
 def _in_child() -> None:
     """After a fork: the blocks of other threads never end here."""
-    global _LOCK  # noqa: PLW0603 - theirs may be held
-    _LOCK = threading.Lock()
-    if _STATE["blocks"] and _STATE["enabled"]:
+    if _STATE["paused"]:
         gc.enable()
-    _STATE["blocks"] = 0
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """No collections until such a block of any thread ends; then as the user has it.
+
+    Blocks of two threads may overlap: the first turns collections off, and on again when it ends, which costs the other
+    time and nothing else. Nobody waits or counts, so that no interrupt can leave them off.
+    """
+    enabled, modules = gc.isenabled(), len(sys.modules)
+    try:
+        if enabled:
+            _STATE["paused"] = True
+            gc.disable()
+        yield
+    finally:
+        if enabled:
+            try:
+                if len(sys.modules) >= modules + _MANY:
+                    _age()
+            finally:
+                gc.enable()
+                _STATE["paused"] = False
 
 
 def _age() -> None:
@@ -40,22 +58,3 @@ def _age() -> None:
     if not gc.get_freeze_count():  # else the user has frozen some, which are to stay so
         gc.freeze()
         gc.unfreeze()
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """No collections until the last such block of any thread ends; then as the user has it."""
-    with _LOCK:  # blocks of two threads overlap: only the first knows how the user has it
-        if not _STATE["blocks"]:
-            _STATE["enabled"], _STATE["modules"] = gc.isenabled(), len(sys.modules)
-            gc.disable()
-        _STATE["blocks"] += 1
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _STATE["blocks"] = max(0, _STATE["blocks"] - 1)
-            if not _STATE["blocks"] and _STATE["enabled"]:
-                if len(sys.modules) >= _STATE["modules"] + _MANY:
-                    _age()
-                gc.enable()

@@ -35,58 +35,32 @@ _Place: TypeAlias = tuple[str, tuple[int, int, int] | None]
 #: More than any `entry_points.txt` has.
 _LONG = 1 << 16
 
-_LOCK = threading.Lock()
-_BLOCKS = 0
-_SET: list[str] = []
-
-
-def _in_child() -> None:
-    """After a fork: the blocks of other threads never end here."""
-    global _LOCK, _BLOCKS  # noqa: PLW0603 - theirs may be held
-    _LOCK = threading.Lock()
-    _BLOCKS = 0
-    _unset()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
-
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """For imports of ours: no search that would find nothing, until the last such block of any thread ends.
+    """For imports of ours: no search that would find nothing.
 
-    A process that another thread starts in these milliseconds inherits the variables.
+    Only where no other thread runs, which might read the environment, or start a process that inherits it.
     """
-    global _BLOCKS  # noqa: PLW0603 - blocks of two threads overlap: the first sets, the last takes back
-    with _LOCK:
-        if not _BLOCKS:
-            _set()
-        _BLOCKS += 1
+    names = _to_set() if _alone() else ()
     try:
+        for name in names:
+            os.environ[name] = _VALUES[name]
         yield
     finally:
-        with _LOCK:
-            _BLOCKS = max(0, _BLOCKS - 1)
-            if not _BLOCKS:
-                _unset()
+        for name in names:
+            os.environ.pop(name, None)
 
 
-def _set() -> None:
-    """Sets the variables of searches that are to come and would find nothing; the user's own stay as they are."""
+def _alone() -> bool:
+    return threading.active_count() == 1
+
+
+def _to_set() -> Sequence[str]:
+    """Variables of searches that are to come and would find nothing; the user's own stay as they are."""
     to_come = [name for name in _to_come() if name not in os.environ]
     needless = _needless() if to_come else frozenset()
-    for name in to_come:
-        if name in needless:
-            os.environ[name] = _VALUES[name]
-            _SET.append(name)
-
-
-def _unset() -> None:
-    for name in _SET:
-        if os.environ.get(name) == _VALUES[name]:  # else the user has set it meanwhile
-            del os.environ[name]
-    _SET.clear()
+    return [name for name in to_come if name in needless]
 
 
 def _to_come() -> Iterator[str]:
