@@ -183,7 +183,7 @@ class TestOnMiss:
     def test_tune_tunes_once_and_serves_the_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tuned: list[Any] = []
 
-        def tune(problem: Any) -> None:
+        def tune(problem: Any, _gpu: Any) -> None:
             tuned.append(problem)
             monkeypatch.setattr(selection, "_on_hopper", lambda *_, **__: selection.Choice("tuned", LAST))
             runtime._kernel.cache_clear()
@@ -197,7 +197,7 @@ class TestOnMiss:
     @pytest.mark.parametrize("gpu", [None, A100], ids=["no GPU", "a100"])
     def test_tune_does_nothing_where_nothing_can_be_tuned(self, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(devices, "detect", lambda _=None: gpu)
-        monkeypatch.setattr(runtime, "_tune", lambda _: pytest.fail("tuned"))
+        monkeypatch.setattr(runtime, "_tune", lambda *_: pytest.fail("tuned"))
         assert ask(on_miss="tune").origin in ("torch", "vanilla")
 
     def test_tuning_is_refused_while_a_graph_is_captured(self, monkeypatch: pytest.MonkeyPatch) -> None:

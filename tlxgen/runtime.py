@@ -89,9 +89,11 @@ def get_kernel(
     pin = pinned(operator) if config is None else Pin(as_config(operator, config), "config=", binding=True)
     device, note_miss = _current_device(), on_miss == "record"
     kernel = _kernel(problem, device, pin, note_miss)
-    if on_miss == "tune" and kernel.origin not in ("pinned", "tuned") and _tunable(problem, device):
-        _tune(problem)
-        kernel = _kernel(problem, device, pin, note_miss)
+    if on_miss == "tune" and kernel.origin not in ("pinned", "tuned"):
+        gpu = _tunable(problem, device)
+        if gpu is not None:
+            _tune(problem, gpu)
+            kernel = _kernel(problem, device, pin, note_miss)
     if strict and kernel.origin not in ("pinned", "tuned"):
         raise NoKernelError(f"{problem.label}: {kernel.explain()}")
     if kernel.origin not in _SILENT or (pin is not None and kernel.origin != "pinned"):
@@ -392,26 +394,20 @@ def _kernel(problem: Problem, device: int | None, pin: Pin | None, note_miss: bo
         return Kernel(problem, select(problem, gpu, note_miss=note_miss, pin=pin), gpu)
 
 
-def _tunable(problem: Problem, device: int | None) -> bool:
-    """Whether this machine can tune the problem."""
+def _tunable(problem: Problem, device: int | None) -> Gpu | None:
+    """The GPU that the problem can be tuned on here and now."""
     from tlxgen import toolchain
 
     gpu = None if device is None else devices.detect(device)
-    return gpu is not None and gpu.capability == selection.HOPPER and toolchain.has_tlx() and not problem.empty
+    able = gpu is not None and gpu.capability == selection.HOPPER and toolchain.has_tlx() and not problem.empty
+    return gpu if able else None
 
 
-def _tune(problem: Problem) -> None:
-    """Tunes the problem, alone on the GPU among tuners, and looks at rows anew."""
-    from tlxgen import gpu_lock, plans
-    from tlxgen.store import Store
-    from tlxgen.tune import tune
-    from tlxgen.tuning import Budget
+def _tune(problem: Problem, gpu: Gpu) -> None:
+    """Has the problem tuned, and looks at rows anew."""
+    from tlxgen.tune_on_miss import tune_once
 
-    if plans.is_capturing():
-        raise LaunchError(f"{problem.label}: tuning would break the capture of this CUDA graph; tune before capturing")
-    uuid = devices.uuid()
-    with Store.open(read_only_ok=False) as store, gpu_lock.exclusive(uuid, lambda _: None):
-        tune(problem, store, budget=Budget(), neighbours=lambda: gpu_lock.other_processes(uuid))
+    tune_once(problem, gpu)
     selection.neighbourhood.cache_clear()
     _kernel.cache_clear()
 

@@ -7,9 +7,13 @@ import tokenize
 from jinja2 import TemplateError
 
 from tlxgen import ops, space
+from tlxgen.devices import Gpu
 from tlxgen.emit import emit
 from tlxgen.errors import TlxgenError
+from tlxgen.keys import tuning_key
+from tlxgen.problem import Problem
 from tlxgen.record import TunedRecord
+from tlxgen.store import Store
 from tlxgen.toolchain import toolchain
 
 
@@ -19,6 +23,12 @@ def why_stale(record: TunedRecord) -> str | None:
     if record.key.toolchain != installed:
         return f"measured under {record.key.toolchain}, installed is {installed}"
     return why_other_code(record)
+
+
+def is_tuned(problem: Problem, gpu: Gpu, store: Store) -> bool:
+    """Whether there is a measured row for the problem, of the code that would be emitted today."""
+    record = store.get(tuning_key(problem, gpu.key))
+    return record is not None and record.origin == "measured" and why_stale(record) is None
 
 
 def why_other_code(record: TunedRecord) -> str | None:

@@ -22,14 +22,13 @@ from tlxgen.errors import (
     TuningError,
     UnsupportedDeviceError,
 )
-from tlxgen.keys import tuning_key
 from tlxgen.problem import Problem
 from tlxgen.process import Child
 from tlxgen.rank import rank
 from tlxgen.record import TuningKey
 from tlxgen.search import SEARCHES
 from tlxgen.shipped import import_shipped
-from tlxgen.staleness import why_stale
+from tlxgen.staleness import is_tuned
 from tlxgen.store import Store
 from tlxgen.toolchain import require_tlx, toolchain
 from tlxgen.tune import tune
@@ -106,12 +105,7 @@ def run_suite(name: str, options: Options, log: Console, *, only: Sequence[str] 
 def _without_row(listed: Sequence[Problem], gpu: Gpu) -> list[Problem]:
     with Store.open(read_only_ok=False) as store:
         import_shipped(store)
-        return [problem for problem in listed if not _is_tuned(problem, gpu, store)]
-
-
-def _is_tuned(problem: Problem, gpu: Gpu, store: Store) -> bool:
-    record = store.get(tuning_key(problem, gpu.key))
-    return record is not None and record.origin == "measured" and why_stale(record) is None
+        return [problem for problem in listed if not is_tuned(problem, gpu, store)]
 
 
 def _run_all(problems: Sequence[Problem], gpu: Gpu, options: Options, log: Console) -> None:

@@ -1,0 +1,109 @@
+"""`get_kernel(..., on_miss="tune")`: each problem is tuned once, whoever asks; one that fails is not tried again."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tlxgen
+from tlxgen import devices, gpu_lock, ops, plans, runtime, tune_on_miss
+from tlxgen.candidates import candidates
+from tlxgen.devices import target
+from tlxgen.emit import emit
+from tlxgen.errors import GpuLostError, TuningError
+from tlxgen.keys import tuning_key
+from tlxgen.problem import Problem
+from tlxgen.record import TunedRecord
+from tlxgen.store import Store
+
+H200 = target("h200")
+GEMM = ops.get("gemm")
+
+
+class Tuner:
+    """Stands in for `tune`: keeps the third candidate, or fails."""
+
+    def __init__(self) -> None:
+        self.tuned: Counter[str] = Counter()
+        self.error: Exception | None = None
+
+    def __call__(self, problem: Problem, store: Store, **_: Any) -> None:
+        self.tuned[problem.label] += 1
+        if self.error is not None:
+            raise self.error
+        config = candidates(problem, H200)[2]
+        code = emit(GEMM, problem, config).code_hash
+        key = tuning_key(problem, H200.key)
+        store.put(
+            TunedRecord(key=key, config=config, origin="measured", source_hash=code, time_us=5.0, protocol="graph-2")
+        )
+
+
+@pytest.fixture
+def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_shipped_configs: None) -> Tuner:
+    made = Tuner()
+    monkeypatch.setattr(tune_on_miss, "tune", made)
+    monkeypatch.setattr(runtime, "_current_device", lambda: 0)
+    monkeypatch.setattr(devices, "detect", lambda _=None: H200)
+    monkeypatch.setattr(devices, "uuid", lambda: "stub")
+    monkeypatch.setattr(gpu_lock, "exclusive", functools.partial(gpu_lock.exclusive, folder=tmp_path))
+    monkeypatch.setattr(plans, "is_capturing", lambda: False)
+    runtime.forget()
+    return made
+
+
+def ask(m: int) -> runtime.Kernel:
+    return tlxgen.get_kernel("gemm", (m, 512, 512), on_miss="tune")
+
+
+def test_sixteen_threads_tune_each_of_four_problems_once(tuner: Tuner) -> None:
+    start, origins = threading.Barrier(16), list[str]()
+
+    def work(number: int) -> None:
+        start.wait()
+        origins.append(ask(512 + 64 * (number % 4)).origin)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert origins == ["tuned"] * 16
+    assert sorted(tuner.tuned.values()) == [1] * 4
+
+
+def test_a_problem_that_no_candidate_works_for_is_tuned_once(tuner: Tuner) -> None:
+    tuner.error = TuningError("no candidate works")
+    for _ in range(3):
+        with pytest.raises(TuningError, match="no candidate works"):
+            ask(512)
+    assert tuner.tuned.total() == 1
+    tuner.error = None
+    assert ask(576).origin == "tuned"
+    runtime.forget()
+    assert ask(512).origin == "tuned"
+
+
+def test_a_gpu_that_was_lost_says_nothing_of_the_problem(tuner: Tuner) -> None:
+    tuner.error = GpuLostError("the GPU went away")
+    with pytest.raises(GpuLostError):
+        ask(512)
+    tuner.error = None
+    assert ask(512).origin == "tuned"
+
+
+def test_a_row_of_other_code_is_no_row(tuner: Tuner) -> None:
+    assert ask(512).origin == "tuned"
+    with Store.open(read_only_ok=False) as store:
+        record = store.get(tuning_key(GEMM.problem((512, 512, 512)), H200.key))
+        assert record is not None
+        store.delete([record.key])
+        store.put(record.model_copy(update={"source_hash": "0" * 32}))
+    runtime.forget()
+    ask(512)
+    assert tuner.tuned.total() == 2
