@@ -20,13 +20,16 @@ def plain(tensors: Sequence[Any]) -> bool:
 
 
 def seen(*tensors: Tensor) -> bool:
-    """Whether kernels see all that there is to these tensors: plain ones with strides, on one GPU."""
+    """Whether kernels see all that there is to these tensors: plain ones with strides, none negated, on one GPU."""
     if not plain(tensors):  # no tensors, for one, which torch refuses in its own words
         return False
     device = tensors[0].device
-    return device.type == DEVICE and all(
-        tensor.device == device and not tensor.is_nested and tensor.layout is torch.strided for tensor in tensors
-    )
+    if device.type != DEVICE or any(
+        tensor.device != device or tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors
+    ):
+        return False
+    # What memory holds is not what a negated view says. A compiler cannot trace the question; the call itself refuses.
+    return torch.compiler.is_compiling() or not any(tensor.is_neg() for tensor in tensors)
 
 
 def converted(tensor: Tensor) -> bool:
