@@ -48,12 +48,25 @@ class RecordedCard:
     faults: dict[str, Verdict] = field(default_factory=dict)
     child: Any = field(default_factory=lambda: SimpleNamespace(alive=True))
     rng: random.Random = field(default_factory=lambda: random.Random(0))
+    left: bool = False  # whether the child knows another problem
+    broken: BaseException | None = None  # what a setup says
+
+    @property
+    def ready(self) -> bool:
+        return self.child.alive and not self.left
+
+    def leave(self) -> None:
+        self.left = True
 
     def setup(self) -> DeviceReport:
+        if self.broken is not None:
+            raise self.broken
+        self.left = False
         return DeviceReport(devices.target("h200"), {"torch": "recorded"}, 1.6e-3, self.peer_us)
 
     def gate(self, name: str, source: KernelSource) -> Verdict:
         self.gated.append(source.config)
+        self.left = False  # it sets up anew where it has to
         verdict = self.verdicts.get(source.config)
         if verdict is None:
             verdict = (
@@ -67,6 +80,7 @@ class RecordedCard:
 
     def measure(self, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
         self.on_measure()
+        assert self.ready, "another problem is set up"
         if self.falls:
             return {}
         configs = {name: self.sources[name].config for name in names}

@@ -117,6 +117,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "ptxas": _refuse(CompileError("ptxas", "ptxas fatal: register allocation failed")),
     "illegal": _illegal_access,
     "memory": _refuse(OutOfMemoryError("tried to allocate 2 TiB")),
+    "capture": _refuse(RuntimeError("operation not permitted when stream is capturing")),
     "lost": _lose_the_card,
 }
 

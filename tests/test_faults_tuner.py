@@ -91,8 +91,10 @@ FAULTS = {
     "gate segfault": "launch_failed",
     "gate killed": "killed",
     "gate memory": "out_of_memory",
+    "gate capture": "launch_failed",
     "timing hang": "hang",
     "timing memory": "out_of_memory",
+    "timing capture": "launch_failed",
 }
 TRANSIENT = {"timeout", "killed", "out_of_memory"}  # they say more of the machine, and are tried again
 

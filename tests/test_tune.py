@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -470,9 +470,12 @@ class TestTwins:
         store: Store,
         monkeypatch: pytest.MonkeyPatch,
         spread: str | None = None,
+        broken: Mapping[str, BaseException] | None = None,
     ) -> TuneResult:
         child = SimpleNamespace(alive=True)
         cards = {name: RecordedCard(by_config, 200.0, noise=0.0, child=child) for name, by_config in times.items()}
+        for name, error in (broken or {}).items():
+            cards[name].broken = error
         monkeypatch.setattr(tune, "Card", lambda _operator, problem, _seed: cards[problem.group_sizes])
         monkeypatch.setattr(tuning, "CompilePool", lambda *_, **__: InstantPool())
         return tune.tune(self.problem(spread), store, budget=Budget(8, 600))
@@ -520,6 +523,26 @@ class TestTwins:
         without = {config: time for config, time in everything.items() if config != first}
         times = {"dirichlet": everything, "even": everything, "zipf": without}
         assert self.tuned(times, store, monkeypatch).record.config == second
+
+    def test_a_twin_that_cannot_be_measured_costs_no_winner(
+        self, configs: list[Config], store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        times = {**self.others(), configs[0]: 100.0}
+        everything = dict.fromkeys(("dirichlet", "even", "zipf"), times)
+        broken = {"even": TuningError("the GPU has too little free memory")}
+        result = self.tuned(everything, store, monkeypatch, broken=broken)
+        assert (result.record.config, result.loss) == (configs[0], None)
+        assert result.record.protocol == PROTOCOL
+
+    def test_an_interrupt_on_a_twin_leaves_times_of_the_problem_alone(
+        self, configs: list[Config], store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        times = {**self.others(), configs[0]: 100.0}
+        slower = {config: 10 * time for config, time in times.items()}
+        everything = {"dirichlet": times, "even": slower, "zipf": slower}
+        result = self.tuned(everything, store, monkeypatch, broken={"even": KeyboardInterrupt()})
+        assert result.interrupted
+        assert result.record.time_us == pytest.approx(100.0)
 
 
 class TestLentCompilers:

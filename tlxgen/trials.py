@@ -36,8 +36,12 @@ class _CardFullError(TuningError):
     """An allocation failed."""
 
 
+class _JobFailedError(TuningError):
+    """A job raised what nobody expected of it; what it left in the child is not known."""
+
+
 #: What ends a measurement.
-_FAULTS = (ChildTimeoutError, ChildDiedError, _CardFullError)
+_FAULTS = (ChildTimeoutError, ChildDiedError, _CardFullError, _JobFailedError)
 
 
 @dataclass
@@ -56,11 +60,16 @@ class Card:
     _inviting: bool = False
     _lost: bool = False
 
+    @property
+    def ready(self) -> bool:
+        """Whether the child is there, and knows this problem and its candidates."""
+        return self.child.alive and self._ready
+
     def setup(self) -> DeviceReport:
         """Starts the child and makes inputs and reference.
 
         Raises:
-            TuningError: the GPU has too little free memory, or the child does not come up.
+            TuningError: the GPU cannot be used, or has too little free memory, or the child does not come up.
         """
         try:
             report = self._call(Setup(self.operator, self.problem, self.seed), _SETUP_S)
@@ -91,6 +100,8 @@ class Card:
         try:
             verdict = self._call(Gate(name, source), self.limit)
         except _FAULTS as error:
+            if isinstance(error, _JobFailedError):
+                self.child.kill()
             return self._fault(error)
         if verdict.status == "ok":
             self.sources[name] = source
@@ -126,7 +137,7 @@ class Card:
         expected_us = rounds * sum(_REPLAY_US + 3 * self.launch_us.get(name, 0.0) for name in names)
         try:
             return self._call(Measure(tuple(names), rounds), self.limit + 4e-6 * expected_us)
-        except _CardFullError:
+        except (_CardFullError, _JobFailedError):
             self.child.kill()  # half a capture is left in it
             raise
 
@@ -157,6 +168,8 @@ class Card:
             return Verdict("hang", f"no result after {self.limit:.0f} s: the process was killed")
         if isinstance(error, ChildDiedError):
             return Verdict("killed" if error.killed else "launch_failed", f"the process ended: {error}")
+        if isinstance(error, _JobFailedError):
+            return Verdict("launch_failed", str(error))
         return Verdict("out_of_memory", str(error))
 
     def forget(self, names: Sequence[str]) -> None:
@@ -167,6 +180,10 @@ class Card:
             with suppress(*_FAULTS):  # a dead child has forgotten everything
                 self._call(Forget(tuple(names)), self.limit)
 
+    def leave(self) -> None:
+        """Lets another problem have the child; whatever comes next here begins with a setup."""
+        self._ready = False
+
     def close(self) -> None:
         """Ends the child."""
         self.child.kill()
@@ -175,18 +192,23 @@ class Card:
         """The job's result.
 
         Raises:
-            TuningError: the GPU has too little free memory.
+            TuningError: the GPU has too little free memory, or the job failed otherwise.
+            ChildTimeoutError, ChildDiedError: no result.
         """
         try:
             return self.child.call(job, timeout)
-        except RuntimeError as error:
-            if type(error).__name__ != "OutOfMemoryError":
-                raise
-            raise _CardFullError(f"the GPU has too little free memory for {self.problem.label}: {error}") from None
+        except (ChildTimeoutError, ChildDiedError):
+            raise
+        except Exception as error:
+            # Torch's, CUDA's and Triton's errors have no class in common.
+            if type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error).lower():
+                what = f"the GPU has too little free memory for {self.problem.label}: {error}"
+                raise _CardFullError(what) from error
+            raise _JobFailedError(f"{type(error).__name__} on the card: {error}") from error
 
     def _ensure(self) -> None:
         """After a death: a new child that knows the candidates which had passed and still do."""
-        while not (self.child.alive and self._ready):
+        while not self.ready:
             self._restart()
             if self._inviting:
                 self._call(Invite(), _SETUP_S)

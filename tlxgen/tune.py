@@ -365,10 +365,16 @@ class _Run:
         return [record.config] if record is not None and record.config in self.legal else []
 
     def _timed_on(self, twin: Problem, configs: Sequence[Config]) -> dict[Config, Timing]:
-        """One measurement of another problem, in the same process; what it knew of ours is gone then."""
+        """One measurement of another problem, in the same process; nothing where that cannot be measured."""
         card = Card(twin.operator, twin, self.card.seed)
         card.child = self.card.child
-        card.setup()
+        self.card.leave()
+        try:
+            card.setup()
+        except GpuLostError:
+            raise
+        except TuningError:
+            return {}
         passed = {
             config.id: config
             for config in configs
@@ -393,7 +399,7 @@ class _Run:
 
     def _is_loaded(self, config: Config) -> bool:
         """Whether the card knows the candidate; those of earlier runs pass the gate again first."""
-        if config.id in self.card.sources and self.card.child.alive:
+        if config.id in self.card.sources and self.card.ready:
             return True
         verdict = self.card.gate(config.id, emit(self.operator, self.problem, config))
         self.errors[config] = verdict.error or 0.0
