@@ -5,25 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
+
+#: Numbers that numpy may try before it gives up: half a millisecond. Slices, transposes and packed heads need one.
+_WORK = 10_000
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether an element of one lies in memory that the other has.
 
-    Exact for tensors without holes, and for rows of one pitch, such as column slices of one parent. Of anything else
-    whose first and last bytes interleave no answer is cheap, and it counts as apart.
+    Exact, but that tensors count as sharing memory which only more than `_WORK` would show to be apart.
     """
     first, second = _bytes(one), _bytes(other)
     if first is None or second is None or first[0] >= second[1] or second[0] >= first[1]:
         return False
-    if _whole(one, first) and _whole(other, second):
-        return True
-    pitch = _pitch(one)
-    if pitch and pitch == _pitch(other):
-        start, width = (second[0] - first[0]) % pitch, one.shape[-1] * one.element_size()
-        return start < width or start + other.shape[-1] * other.element_size() > pitch
-    return False
+    return first[0] == second[0] or _shared(_placed(one, first[0]), _placed(other, second[0]))
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -33,11 +31,22 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements may share memory: a stride is shorter than what lies between two of its steps."""
+    """Whether elements share memory; as exact as `overlap`.
+
+    Dimensions are added one by one, shortest stride first. What those so far reach fits between two steps of the next,
+    or else what lies at its first step is held against all later ones.
+    """
+    if not tensor.numel():
+        return False
     reach = 1
+    inner: list[tuple[int, int]] = []
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride < reach:
+        if size == 1:
+            continue
+        # Addresses count elements; only differences matter, and numpy would allocate an array at 0.
+        if stride < reach and _shared(_Placed(1, inner, 1), _Placed(1 + stride, [*inner, (size - 1, stride)], 1)):
             return True
+        inner.append((size, stride))
         reach += (size - 1) * stride
     return False
 
@@ -51,19 +60,30 @@ def _bytes(tensor: torch.Tensor) -> tuple[int, int] | None:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def _whole(tensor: torch.Tensor, span: tuple[int, int]) -> bool:
-    return span[1] - span[0] == tensor.numel() * tensor.element_size()
+class _Placed:
+    """Where elements lie, told as numpy asks for it; of no dtype, as numpy has none for bfloat16 and eight bits."""
+
+    def __init__(self, start: int, dimensions: Sequence[tuple[int, int]], width: int) -> None:
+        """Of sizes and strides, in elements of so many bytes."""
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{width}",
+            "data": (start, True),
+            "shape": tuple(size for size, _ in dimensions),
+            "strides": tuple(stride * width for _, stride in dimensions),
+        }
 
 
-def _pitch(tensor: torch.Tensor) -> int:
-    """Bytes from row to row of a tensor with contiguous rows, all of one pitch; 0 for others."""
-    shape, strides = tensor.shape, tensor.stride()
-    if tensor.dim() < 2 or strides[-1] != 1:
-        return 0
-    pitch = strides[-2]
-    rows = shape[-2]
-    for size, stride in zip(reversed(shape[:-2]), reversed(strides[:-2]), strict=True):
-        if stride != pitch * rows:
-            return 0
-        rows *= size
-    return pitch * tensor.element_size()
+def _placed(tensor: torch.Tensor, start: int) -> _Placed:
+    return _Placed(start, list(zip(tensor.shape, tensor.stride(), strict=True)), tensor.element_size())
+
+
+def _shared(one: _Placed, other: _Placed) -> bool:
+    """Whether a byte of one is one of the other, or that is hard to say; memory is not read, and may be a GPU's."""
+    import numpy as np
+
+    try:
+        # Its annotation knows only two of the numbers that it takes.
+        return np.shares_memory(np.asarray(one), np.asarray(other), max_work=_WORK)  # type: ignore[arg-type]
+    except (np.exceptions.TooHardError, OverflowError):
+        return True
