@@ -239,3 +239,20 @@ class TestCalls:
             with pytest.raises(LaunchError, match="overlaps one, a"):
                 multiply(a, b, out=rows(128, 128, 160, 64))
             assert len(Noting.noted) == 2 * number
+
+    def test_room_for_the_log_sum_exp_must_be_apart_each_time_too(self) -> None:
+        problem = ops.get("attention").problem((2, 2, 64, 32), lse=True)
+        config = candidates(problem, target("h200"), ("attention_vanilla",))[0]
+        attend = runtime.get_kernel("attention", problem, config=config)
+        q, k, v, out = (torch.zeros(2, 2, 64, 32, dtype=torch.bfloat16) for _ in range(4))
+        memory = torch.zeros(4096, dtype=torch.float32)
+        within_k = k.view(torch.float32).view(-1)[:256].view(2, 2, 64)
+        within_out = out.view(torch.float32).view(-1)[:256].view(2, 2, 64)
+        for number in range(1, 11):
+            attend(q, k, v, lse=memory[:256].view(2, 2, 64))
+            attend(q, k, v, out=out, lse=memory[256:512].view(2, 2, 64))
+            with pytest.raises(LaunchError, match="lse is written, and shares memory with k"):
+                attend(q, k, v, lse=within_k)
+            with pytest.raises(LaunchError, match="overlaps one, lse"):
+                attend(q, k, v, out=out, lse=within_out)
+            assert len(Noting.noted) == 2 * number

@@ -33,7 +33,6 @@ class Repeat:
         "_device",
         "_empty",
         "_index",
-        "_length",
         "_like",
         "_named",
         "_numbers",
@@ -55,6 +54,7 @@ class Repeat:
         *,
         written: bool,
         in_place: str,
+        also_written: Sequence[str] = (),
     ) -> None:
         """Of a call that was checked, and computed as planned; see `repeatable`.
 
@@ -66,6 +66,7 @@ class Repeat:
             output: the result.
             written: whether the caller gave it.
             in_place: name of the input that may be the result itself; it must overlap no other.
+            also_written: names of inputs that the kernel writes; they must overlap no other, either.
         """
         self._named = tuple(name for name, value in named.items() if isinstance(value, Tensor))
         self._numbers = tuple((name, type(value), value) for name, value in named.items() if name not in self._named)
@@ -74,10 +75,15 @@ class Repeat:
         tensors = tuple(inputs[name] for name in self._order)
         self._alike = Alike((*tensors, output) if written else tensors)
         self._apart = [
-            (index, _reach(tensor), self._order[index] == in_place and _lies_as(tensor, output))
+            (-1, _reach(output), index, _reach(tensor), self._order[index] == in_place and _lies_as(tensor, output))
             for index, tensor in enumerate(tensors if written else ())
         ]
-        self._length = _reach(output)
+        for side in (index for index, name in enumerate(self._order) if name in also_written):
+            self._apart += [
+                (side, _reach(tensors[side]), index, _reach(tensor), False)
+                for index, tensor in enumerate(tensors)
+                if index != side
+            ]
         self._written = written
         self._plan = plan
         self._device = output.device
@@ -106,12 +112,10 @@ class Repeat:
         addresses = self._alike.addresses(tensors)
         if addresses is None or unseen(tensors):
             return None
-        if self._written:
-            start = addresses[-1]
-            for operand, length, may_be in self._apart:
-                first = addresses[operand]
-                if start < first + length and first < start + self._length and not (may_be and first == start):
-                    return None  # they interleave, or overlap
+        for written, reach, operand, length, may_be in self._apart:
+            start, first = addresses[written], addresses[operand]
+            if start < first + length and first < start + reach and not (may_be and first == start):
+                return None  # they interleave, or overlap
         replay = self._replay
         if replay is None:
             return self._slowly(tensors)

@@ -233,7 +233,10 @@ class Kernel:
                 if chosen is not None and repeat.like(chosen):
                     return
             order = self._operator.inputs_in_order[: len(tensors)]
-            made = Repeat(plan, inputs, order, named, output, written=out is not None, in_place=_IN_PLACE)
+            also = self._operator.also_written
+            made = Repeat(
+                plan, inputs, order, named, output, written=out is not None, in_place=_IN_PLACE, also_written=also
+            )
             if len(self._repeats) >= _PLANS:
                 self._repeats.clear()
             known = self._repeats[form] = (made, *known)[:_REPEATS]
@@ -251,7 +254,11 @@ class Kernel:
         return {**self._defaults, **inputs, **named}
 
     def _wrong_output(self, inputs: dict[str, Any], out: torch.Tensor | None) -> str | None:
-        """Why `out` cannot take the result: shape, dtype or device."""
+        """Why `out` cannot take the result, or an input that is written, too, what is written there."""
+        for written in (name for name in self._operator.also_written if name in inputs):
+            for name, value in inputs.items():
+                if name != written and hasattr(value, "data_ptr") and overlap(inputs[written], value):
+                    return f"{written} is written, and shares memory with {name}"
         if out is None:
             return None
         shape, dtype = self._operator.output_like(self.problem)
