@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlxgen import cli, ops, paths, runtime
 from tlxgen.candidates import candidates
@@ -192,6 +194,36 @@ def test_it_runs_where_tlxgen_is_not_installed(package: Path, tmp_path: Path) ->
     assert (done.returncode, done.stdout.strip()) == (0, "ok []"), done.stderr
 
 
+class Mine(torch.Tensor):
+    """Says nothing that a tensor does not."""
+
+
+class Modes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each operation, and leaves it as it is."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def modes() -> Any:
+    return Modes()  # type: ignore[no-untyped-call]
+
+
+def traced(function: Callable[..., Any], a: torch.Tensor, b: torch.Tensor) -> Any:
+    return torch.jit.trace(function, (a, b), check_trace=False)(b, a)  # type: ignore[no-untyped-call]
+
+
+def within(block: Any, function: Callable[..., Any], *args: Any) -> Any:
+    with block:
+        return function(*args)
+
+
+def tangent(function: Callable[..., Any], a: torch.Tensor, b: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(a, b)  # type: ignore[no-untyped-call]
+        return forward_ad.unpack_dual(function(dual, b)).tangent  # type: ignore[no-untyped-call]
+
+
 class TestDispatch:
     """Calls of the package, and what of them reaches a kernel."""
 
@@ -255,6 +287,66 @@ class TestDispatch:
         a, b = view(), torch.randn(512, 512).bfloat16().mT
         assert_close(imported.gemm(a, b), a @ b)
         assert launched == []
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            pytest.param(lambda gemm, a, b: gemm(torch._neg_view(a), b), id="negated view"),
+            pytest.param(lambda gemm, a, b: gemm(a, torch._neg_view(b)), id="second operand negated"),
+            pytest.param(lambda gemm, a, b: gemm(a.as_subclass(Mine), b).as_subclass(torch.Tensor), id="subclass"),
+            pytest.param(lambda gemm, a, b: gemm(a.clone().requires_grad_(), b).detach(), id="gradients"),
+            pytest.param(lambda gemm, a, b: torch.vmap(gemm, (0, None))(torch.stack([a, b]), b), id="vmap"),
+            pytest.param(lambda gemm, a, b: torch.func.jvp(lambda x: gemm(x, b), (a,), (b,))[1], id="functional jvp"),
+            pytest.param(lambda gemm, a, b: torch.func.grad(lambda x: gemm(x, b).sum())(a), id="functional grad"),
+            pytest.param(tangent, id="dual numbers"),
+            pytest.param(traced, id="trace"),
+            pytest.param(
+                lambda gemm, a, b: within(torch.autocast("cpu", torch.float16), gemm, a, b).to(a.dtype), id="autocast"
+            ),
+            pytest.param(lambda gemm, a, b: within(modes(), gemm, a, b), id="dispatch mode"),
+        ],
+    )
+    def test_what_a_launch_would_not_learn_of_goes_to_torch_as_torch_computes_it(
+        self, call: Callable[..., Any], imported: Any, launched: list[dict[str, Any]]
+    ) -> None:
+        a, b = torch.randn(64, 64), torch.randn(64, 64)
+        a, b = a.bfloat16(), b.bfloat16()
+        bias, residual = torch.zeros(64).bfloat16(), torch.zeros(64, 64).bfloat16()
+
+        def packages(x: Any, y: Any) -> Any:
+            return imported.gemm(x, y, scale=1.0, bias=bias, activation="gelu", residual=residual)
+
+        def torchs(x: Any, y: Any) -> Any:
+            return torch.nn.functional.gelu(x @ y)
+
+        assert packages(a, b) == "the kernel's"
+        launched.clear()
+        assert_close(call(packages, a, b), call(torchs, a, b), rtol=2e-2, atol=1e-2)
+        assert launched == []
+
+    def test_autocast_to_the_operands_own_dtype_changes_nothing(
+        self, imported: Any, launched: list[dict[str, Any]]
+    ) -> None:
+        x = torch.randn(4096).bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert imported.vector_add(x, x) == "the kernel's"
+        with torch.autocast("cpu", torch.float16):
+            assert_close(imported.vector_add(x, x), x + x)
+            assert imported.explain("vector_add", {"n": 4096, "dtype": "bf16"}, [x]) == (
+                "torch: autocast converts the operands"
+            )
+
+    def test_autocast_knows_nothing_of_eight_bits(self, imported: Any, launched: list[dict[str, Any]]) -> None:
+        problem = next(problem for problem in PROBLEMS if "e4m3" in problem.label)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert call(imported, problem, GROUPED.inputs(problem, "cpu", 0)) == "the kernel's"
+
+    def test_gradients_that_nobody_records_are_no_reason(self, imported: Any, launched: list[dict[str, Any]]) -> None:
+        x = torch.randn(4096).bfloat16().requires_grad_()
+        with torch.no_grad():
+            assert imported.vector_add(x, x) == "the kernel's"
+        with torch.inference_mode():
+            assert imported.vector_add(torch.nn.Parameter(x.clone()), x) == "the kernel's"
 
     def test_other_problems_go_to_torch(self, imported: Any, launched: list[dict[str, Any]]) -> None:
         a, b = torch.randn(8, 16), torch.randn(16, 4)

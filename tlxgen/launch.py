@@ -1,14 +1,19 @@
 """A compiled kernel, launched with as little in between as possible.
 
-Triton's C dispatcher takes grid, stream and arguments and calls `cuLaunchKernelEx`; it reads four attributes of a
-tensor descriptor, so descriptors here have no more than those. Where Triton offers no dispatcher (too many arguments,
-TF32 rounding in the descriptor), its ordinary launcher is used.
+fbtriton's C dispatcher takes grid, stream and arguments and calls `cuLaunchKernelEx`; it reads four attributes of a
+tensor descriptor, so descriptors here have no more than those. Where there is no dispatcher (too many arguments, TF32
+rounding in the descriptor, upstream's triton), Triton's ordinary launcher is used.
+
+Triton would build the dispatcher by itself if its setting `TRITON_USE_C_DISPATCHER` were on. That one is the user's,
+and of the whole process: here it is neither read nor changed.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -16,11 +21,9 @@ from weakref import WeakSet
 
 from tlxgen.compile import compile_kernel
 
-#: Held while Triton's process-wide setting is other than the user's.
-_KNOB = threading.Lock()
-
-#: What is loaded.
+#: What is loaded; changed and read under the lock, as a set must not grow while it is walked.
 _LAUNCHERS: WeakSet[Launcher] = WeakSet()
+_LOCK = threading.Lock()
 
 
 class SlimDescriptor:
@@ -60,27 +63,18 @@ class Launcher:
             args: kernel arguments with full `TensorDescriptor`s.
             capability: compute capability of the current device.
         """
-        from triton import knobs
-
         self.compiled = compile_kernel(module, args, capability)
-        with _KNOB:
-            self._load(knobs, dispatch=not any(getattr(arg, "round_f32_to_tf32", False) for arg in args))
-        self.dispatcher: Callable[..., None] | None = self.compiled._dispatcher  # noqa: SLF001 - Triton has no public name for it
-        self.indices: tuple[int, ...] | None = self.compiled._dispatch_arg_indices  # noqa: SLF001
+        self.compiled._init_handles()  # noqa: SLF001 - loads the binary, without a launch
+        self.dispatcher: Callable[..., None] | None = None
+        self.indices: tuple[int, ...] | None = None
+        if not any(getattr(arg, "round_f32_to_tf32", False) for arg in args):
+            self.dispatcher, self.indices = _dispatcher(self.compiled)
         if self.indices == tuple(range(len(args))):
             self.indices = None  # every argument is passed: no need to pick
         self._constants = len(self.compiled.src.fn.arg_names) - len(args)
         self.lock = threading.Lock()  # the dispatcher keeps its arguments inside
-        _LAUNCHERS.add(self)
-
-    def _load(self, knobs: Any, *, dispatch: bool) -> None:
-        """Loads the binary, with a dispatcher if wanted; the user's own setting of Triton stays as it was."""
-        before = knobs.nvidia.use_triton_dispatcher
-        knobs.nvidia.use_triton_dispatcher = dispatch
-        try:
-            self.compiled._init_handles()  # noqa: SLF001 - loads the binary, without a launch
-        finally:
-            knobs.nvidia.use_triton_dispatcher = before
+        with _LOCK:
+            _LAUNCHERS.add(self)
 
     @property
     def slim(self) -> bool:
@@ -91,7 +85,7 @@ class Launcher:
         """Launches on a raw CUDA stream of the device that the binary was loaded on."""
         if self.dispatcher is None:
             run, compiled = self.compiled.run, self.compiled
-            padding = (None,) * self._constants
+            padding = (None,) * self._constants  # the launcher counts constants among the arguments, and skips them
             run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *padding)
             return
         picked = args if self.indices is None else [args[i] for i in self.indices]
@@ -99,8 +93,29 @@ class Launcher:
             self.dispatcher(*grid, stream, *picked)
 
 
+def _dispatcher(compiled: Any) -> tuple[Callable[..., None] | None, tuple[int, ...] | None]:
+    """The dispatcher of a loaded binary by fbtriton, and which arguments it takes; nothing where it has none.
+
+    As `CompiledKernel._build_dispatcher` makes it, which asks the user's setting whether it may.
+    """
+    described = compiled.asm.get("launch_metadata")  # upstream's compiler writes none
+    if described is None:
+        return None, None
+    try:
+        from triton.backends.nvidia.triton_dispatcher_factory import make_triton_dispatcher
+
+        schema = json.loads(described)
+        made = make_triton_dispatcher(schema, compiled.function)
+        return (None, None) if made is None else (made, tuple(arg["index"] for arg in schema["args"]))
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        warnings.warn(f"{compiled.name}: launches take longer, since Triton makes no dispatcher: {error}", stacklevel=3)
+        return None, None
+
+
 @atexit.register
 def _leave_loaded() -> None:
     """Triton unloads what Python forgets, at the interpreter's end too, when it is half gone and says so on stderr."""
-    for launcher in list(_LAUNCHERS):
+    with _LOCK:
+        loaded = list(_LAUNCHERS)
+    for launcher in loaded:
         launcher.compiled.module = None

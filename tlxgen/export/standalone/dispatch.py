@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _ALIGNMENT = 16  # bytes: what TMA asks of base addresses and of strides
 _LOCK = threading.Lock()
 _NAMES = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+#: Tensors whose parts kernels see; a subclass may have others, or say something else of itself.
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 #: Modules that could not be imported or launched, each with the reason; they are not tried again.
 _BROKEN: dict[str, str] = {}
@@ -56,12 +60,12 @@ def explain(operator: str, problem: Mapping[str, Any], tensors: Sequence[Tensor]
     Args:
         operator: `gemm`, `grouped_gemm`, `attention` or `vector_add`.
         problem: its fields, as in the manifest.
-        tensors: of a call, whose device and gradients matter too.
+        tensors: of a call, operands first, whose device, gradients and other properties matter too.
     """
     entry = _table().get(_key(operator, problem))
     if entry is None:
         return "torch: no kernel of this package is for the problem"
-    reason = _why_not(entry, tensors)
+    reason = _unseen(tensors) or _why_not(entry, tensors)
     return f"torch: {reason}" if reason else f"kernels/{entry['module']}.py: {entry['config']['template']}"
 
 
@@ -78,12 +82,14 @@ def run(
     Args:
         operator: of the table.
         problem: of the table.
-        tensors: what the kernel's `launch` takes.
+        tensors: what the kernel's `launch` takes, the first operand first.
         fits: whether the tensors lie as the kernel wants them.
         otherwise: the same through torch.
     """
-    entry = _table().get(_key(operator, problem))
     present = [value for value in tensors.values() if isinstance(value, Tensor)]
+    if _unseen(present):
+        return otherwise()
+    entry = _table().get(_key(operator, problem))
     if entry is None or _why_not(entry, present) or not fits():
         return otherwise()
     module = _load(entry)
@@ -99,6 +105,39 @@ def run(
         return otherwise()
 
 
+def _unseen(tensors: Sequence[Tensor]) -> str | None:
+    """What torch would do about such tensors, in such a block, and a kernel would not learn of; None as a rule."""
+    if any(type(tensor) not in _PLAIN for tensor in tensors):
+        return "a tensor is of a subclass"
+    if any(tensor.is_neg() or tensor.is_conj() for tensor in tensors):
+        return "a tensor's memory is not its value: it is negated or conjugated"
+    if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
+        return "a tensor is nested or has no strides"
+    if _transformed():
+        return "operations are traced, transformed or differentiated forward"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "gradients are recorded"
+    return "autocast converts the operands" if tensors and _converted(tensors[0]) else None
+
+
+def _converted(tensor: Tensor) -> bool:
+    """Whether autocast is on, to another dtype; of 8-bit floats it knows nothing."""
+    kind = tensor.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind) or tensor.element_size() == 1:
+        return False
+    return torch.get_autocast_dtype(kind) != tensor.dtype
+
+
+def _transformed() -> bool:
+    """Whether functorch, a mode, a trace or dual numbers want to see each operation; torch has no public questions."""
+    return (
+        torch._C._are_functorch_transforms_active()  # noqa: SLF001
+        or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
+        or torch._C._get_tracing_state() is not None  # noqa: SLF001
+        or forward_ad._current_level >= 0  # noqa: SLF001
+    )
+
+
 def _why_not(entry: Mapping[str, Any], tensors: Sequence[Tensor]) -> str | None:
     """Why a kernel of the table cannot serve such tensors here, or None."""
     if entry["module"] in _BROKEN:
@@ -110,8 +149,6 @@ def _why_not(entry: Mapping[str, Any], tensors: Sequence[Tensor]) -> str | None:
         return "tensors are on several devices"
     if torch.cuda.get_device_capability(device) != tuple(manifest()["capability"]):
         return "the kernels are for another compute capability"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return "gradients are recorded"
     return None
 
 

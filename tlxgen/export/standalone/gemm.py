@@ -53,6 +53,8 @@ def gemm(
         product = product if residual is None else product + residual
         return product.to(out_dtype)
 
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return otherwise()
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
         return otherwise()  # torch's own refusal
     m, k, n = *a.shape, b.shape[1]
