@@ -231,7 +231,7 @@ def test_shipped_rows_never_displace_what_the_user_measured(store: Store) -> Non
 
 def test_a_merge_is_all_or_nothing(store: Store) -> None:
     with pytest.raises(CacheError, match="finite times"):
-        store.merge([a_record(m=1), a_record(m=2, time_us=1e305)], "faster", "user")
+        store.merge([a_record(m=1), a_record(m=2).model_copy(update={"time_us": 1e305})], "faster", "user")
     assert store.records() == []
 
 

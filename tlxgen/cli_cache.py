@@ -224,11 +224,13 @@ def _rows_of(file: Path) -> tuple[list[TunedRecord], list[str]]:
     except OSError as error:
         raise CacheInputError(f"{file} cannot be read: {error.strerror}; name a database or an export") from error
     if not is_database:
-        lines = shipped.lines(file)
+        lines = [(number, shipped.of_use(row)) for number, row in shipped.lines(file)]
         reasons = [f"{file}, line {number} is refused: {row}" for number, row in lines if isinstance(row, str)]
         return [row for _, row in lines if not isinstance(row, str)], reasons
     with Store.snapshot(file) as other:
-        return other.records(), []
+        rows = [(record.key.id, shipped.of_use(record)) for record in other.records()]
+    reasons = [f"{file}, key {key} is refused: {row}" for key, row in rows if isinstance(row, str)]
+    return [row for _, row in rows if not isinstance(row, str)], reasons
 
 
 def _stale(records: Iterable[TunedRecord]) -> list[tuple[TunedRecord, str]]:

@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tlxgen.config import Config
 
@@ -17,6 +17,11 @@ SCHEMA_VERSION = 1
 
 Origin = Literal["measured", "predicted"]
 
+#: Numbers that a row's place in the database has room for.
+Positive = Annotated[float, Field(gt=0, lt=1e300, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, lt=1e300, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
 
 class DeviceKey(BaseModel):
     """The GPU a row belongs to. SXM and PCIe parts differ by name and by SM count."""
@@ -24,7 +29,7 @@ class DeviceKey(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     gpu: str  #: slug of the marketing name, such as `h200`
-    sm_count: int = Field(gt=0)
+    sm_count: int = Field(gt=0, lt=2**63)
     capability: str  #: compute capability, such as `9.0`
 
 
@@ -59,15 +64,15 @@ class TunedRecord(BaseModel):
     config: Config
     origin: Origin
     source_hash: str
-    time_us: PositiveFloat = Field(allow_inf_nan=False)
-    spread_us: FiniteFloat = Field(default=0.0, ge=0)  #: interquartile range of the rounds
+    time_us: Positive
+    spread_us: NotNegative = 0.0  #: interquartile range of the rounds
     peer: str | None = None  #: the library timed in the same run, such as `cublas`
-    peer_us: PositiveFloat | None = Field(default=None, allow_inf_nan=False)
-    error: FiniteFloat | None = Field(default=None, ge=0)  #: relative norm against the float64 reference
-    error_peer: FiniteFloat | None = Field(default=None, ge=0)
+    peer_us: Positive | None = None
+    error: NotNegative | None = None  #: relative norm against the float64 reference
+    error_peer: NotNegative | None = None
     protocol: str  #: version of the timing protocol; `model-…` for predicted rows
     versions: dict[str, str] = Field(default_factory=dict)  #: torch, cuda, driver, tlxgen
-    trials: int = Field(default=0, ge=0)
+    trials: Count = 0
     created: datetime = Field(default_factory=lambda: datetime.now(timezone.utc).replace(microsecond=0))
 
     @model_validator(mode="after")
@@ -124,8 +129,8 @@ class Trial(BaseModel):
     config: Config
     source_hash: str
     status: TrialStatus
-    time_us: PositiveFloat | None = Field(default=None, allow_inf_nan=False)
-    peer_us: PositiveFloat | None = Field(default=None, allow_inf_nan=False)  #: the library's in that run
+    time_us: Positive | None = None
+    peer_us: Positive | None = None  #: the library's in that run
     protocol: str
     message: str = ""
     created: datetime = Field(default_factory=lambda: datetime.now(timezone.utc).replace(microsecond=0))

@@ -109,7 +109,8 @@ def _make_way(store: Store, records: list[TunedRecord]) -> None:
 
 def _usable(content: bytes, path: Path) -> list[TunedRecord]:
     records = []
-    for number, found in _lines(content):
+    for number, line in _lines(content):
+        found = of_use(line)
         if isinstance(found, str):
             _warn(f"{path}, line {number} is skipped: {found}")
         else:
@@ -131,11 +132,24 @@ def _lines(content: bytes) -> Iterator[tuple[int, TunedRecord | str]]:
             yield number, _parsed(line)
 
 
+def of_use(found: TunedRecord | str) -> TunedRecord | str:
+    """A line's record, or why it is none that this version has a use for."""
+    from tlxgen.foreign import why_foreign
+
+    why = None if isinstance(found, str) else why_foreign(found)
+    return found if why is None else _plain(why)
+
+
+def _plain(text: str) -> str:
+    """One line, in which nothing steers a terminal."""
+    return "".join(map(_visible, " ".join(text.split())[:300]))
+
+
 def _parsed(line: bytes) -> TunedRecord | str:
     try:
         return TunedRecord.model_validate_json(line)
     except ValueError as error:
-        return "".join(map(_visible, " ".join(str(error).split())[:300]))
+        return _plain(str(error))
 
 
 def _visible(character: str) -> str:
