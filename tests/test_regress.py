@@ -216,8 +216,18 @@ class TestRows:
         assert (finding.check, "deadlock" in finding.what) == (check, True)
         assert remedy in finding.remedy
 
-    def test_a_provisional_row_is_remarked_on(self) -> None:
-        (outcome,) = rows.examine([row(GEMM.model_copy(update={"protocol": "graph-2/look"}))], instantly())
+    @pytest.mark.parametrize(
+        "change",
+        [{"protocol": "graph-2/look"}, {"origin": "predicted"}, {"error": None}, {"peer_us": None}],
+        ids=["no final", "never ran", "no error", "no ratio"],
+    )
+    def test_a_row_that_no_tuning_has_verified(self, change: dict[str, Any]) -> None:
+        finding = only(GEMM.model_copy(update=change))
+        assert finding.check == "unverified"
+        assert "tlxgen tune gemm" in finding.remedy
+
+    def test_a_row_of_an_older_protocol_is_remarked_on(self) -> None:
+        (outcome,) = rows.examine([row(GEMM.model_copy(update={"protocol": "graph-1"}))], instantly())
         assert [finding.check for finding in outcome.findings] == ["protocol"]
         assert not outcome.red
 

@@ -20,6 +20,7 @@ CHECKS = {
     "key": "the key is the one that tuner and run time make for the problem and the GPU",
     "toolchain": "the row is of the installed compiler",
     "duplicate": "no earlier line has the key",
+    "unverified": "the config was measured in a final, with its error and the library's time",
     "config": "the config is in the search space and legal on the GPU",
     "code": "the config emits the code that was measured",
     "compile": "it compiles, and the binary passes what tuning asks of it",

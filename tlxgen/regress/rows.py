@@ -99,7 +99,7 @@ def _checked(row: Row, taken: dict[str, Row]) -> Finding | Job:
     record = row.record
     if record is None:
         return Finding("schema", row.trouble, "correct or remove the line, or export the file again")
-    found = _dead(record) or _wrong_key(record) or _duplicate(row, record, taken)
+    found = _dead(record) or _wrong_key(record) or _duplicate(row, record, taken) or _unverified(record)
     if found:
         return found
     operator, gpu = ops.get(record.key.operator), _gpu(record.key.device)
@@ -156,6 +156,21 @@ def _duplicate(row: Row, record: TunedRecord, taken: dict[str, Row]) -> Finding 
     if first is row:
         return None
     return Finding("duplicate", f"{first.place} has the same key", "remove one of the two lines")
+
+
+def _unverified(record: TunedRecord) -> Finding | None:
+    """A config that was not found to be right and fast by a tuning run that came to its end."""
+    if record.origin != "measured":
+        what = f"{record.origin}: its kernel never ran"
+    elif "/" in record.protocol:
+        what = f"{record.protocol}: a look on the way, which no final has confirmed"
+    elif record.error is None:
+        what = "without the error of its results"
+    elif record.peer_us is None:
+        what = "without the library's time, to which its own is compared"
+    else:
+        return None
+    return Finding("unverified", what, tune_again(record))
 
 
 def _gpu(device: DeviceKey) -> Gpu:
