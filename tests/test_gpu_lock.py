@@ -63,3 +63,18 @@ def test_processes_on_the_gpu_are_counted(
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep if script else None)
     assert gpu_lock.other_processes("uuid") == count
+
+
+@pytest.mark.parametrize(
+    ("script", "percent"),
+    [("echo 97", 97), ("echo 0", 0), ("echo '[N/A]'", 0), ("echo failed; exit 9", 0)],
+    ids=["busy", "idle", "unknown", "a driver that fails"],
+)
+def test_what_others_do_is_asked_of_the_driver(
+    script: str, percent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert gpu_lock.load("uuid", settle=0.0) == percent

@@ -851,6 +851,23 @@ class TestCommandOnAGpu:
     def test_gpu_insists_on_one(self, folder: Path) -> None:
         assert refused("--gpu").exit_code == 2
 
+    def test_a_card_that_does_not_answer_is_not_asked_for_every_row(
+        self, slow: dict[str, float], folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+
+        def dead(problem: Any) -> Any:
+            asked.append(problem.label)
+            raise TuningError("RuntimeError on the card: no CUDA-capable device is detected")
+
+        timer = SimpleNamespace(close=lambda: None)
+        monkeypatch.setattr(retime, "card", lambda problem: timer)
+        monkeypatch.setattr(retime, "_on", lambda timer, outcome, record, problem: dead(problem))
+        found = run("--gpu", status=1)
+        assert len(asked) == 3
+        assert found.count("no CUDA-capable device") == 3
+        assert found.count("not tried: the card did not answer") == len(lines_of(folder)) - 3
+
     def test_a_busy_card_is_told(
         self, slow: dict[str, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -264,6 +264,9 @@ class TestMeasuringHonestly:
         result = run(card(), trials=24, neighbours=lambda: next(counts))
         assert result.disturbed == "1 process(es) began to compute on this GPU meanwhile"
         assert kept(store).protocol == f"{PROTOCOL}/look"
+        crowded = run(card(), trials=24, neighbours=lambda: 3, crowded=True)
+        assert crowded.disturbed == "other processes were loading this GPU before"
+        assert kept(store).protocol == f"{PROTOCOL}/look"
         assert run(card(), trials=24, neighbours=lambda: 3).disturbed == "", (
             "those that sat there before are told before"
         )

@@ -161,27 +161,39 @@ def test_a_problem_or_the_list(words: tuple[str, ...], tlxgen: Callable[..., int
 
 
 @pytest.mark.parametrize(
-    ("lent", "on_the_gpu", "told"),
-    [(True, 1, False), (True, 2, True), (False, 0, False), (False, 1, True)],
-    ids=["the lent process", "it and a stranger", "nobody", "a stranger"],
+    ("lent", "on_the_gpu", "load", "told", "crowded"),
+    [
+        (True, 1, 90, False, False),
+        (True, 2, 90, True, True),
+        (False, 0, 90, False, False),
+        (False, 1, 90, True, True),
+        (False, 1, 0, True, False),
+    ],
+    ids=["the lent process", "it and a stranger", "nobody", "a stranger", "a stranger that does nothing"],
 )
-def test_a_process_that_went_on_from_the_last_problem_is_no_stranger(
-    lent: bool, on_the_gpu: int, told: bool, monkeypatch: pytest.MonkeyPatch
+def test_strangers_on_the_gpu_are_told_of_and_count_where_they_load_it(
+    lent: bool, on_the_gpu: int, load: int, told: bool, crowded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, stand_in in {
-        "tune": lambda *_, **__: SimpleNamespace(interrupted=False),
-        "describe": lambda *_: "",
-    }.items():
-        monkeypatch.setattr(tuning_cli, name, stand_in)
+    """A process that went on from the last problem is none."""
+    asked: dict[str, Any] = {}
+
+    def tune(*_: object, **named: object) -> SimpleNamespace:
+        asked.update(named)
+        return SimpleNamespace(interrupted=False)
+
+    monkeypatch.setattr(tuning_cli, "tune", tune)
+    monkeypatch.setattr(tuning_cli, "describe", lambda *_: "")
     monkeypatch.setattr(tuning_cli, "require_tlx", lambda: None)
     monkeypatch.setattr(devices, "uuid", lambda: "here")
     monkeypatch.setattr(gpu_lock, "exclusive", lambda *_: nullcontext())
     monkeypatch.setattr(gpu_lock, "other_processes", lambda _: on_the_gpu)
+    monkeypatch.setattr(gpu_lock, "load", lambda _: load)
     log = Console(file=StringIO(), width=200)
     child: Any = SimpleNamespace(alive=lent)
     options = tuning_cli.Options(8, 1.0, "tpe", 0, None, None, compile_only=False, target=None, as_json=False)
     tuning_cli.run(ops.get("gemm").problem((256, 256, 256)), options, log, child)
     assert ("1 other process(es) compute on this GPU" in log.file.getvalue()) == told  # type: ignore[attr-defined]
+    assert asked["crowded"] is crowded
 
 
 class TestSuite:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+#: Rows for which the card does not answer, one after the other, after which it is asked no more: each may take minutes.
+_GIVEN_UP = 3
+
+
 @dataclass(frozen=True)
 class Outputs:
     """What is written beside what is printed."""
@@ -131,12 +135,17 @@ def _retimed(outcomes: Sequence[Outcome], present: Gpu | None, log: Console) -> 
             log.print(
                 f"warning: {busy} other process(es) compute on this GPU; times will be unreliable", soft_wrap=True
             )
+        failures = 0  # one after the other
         for outcome in outcomes:
-            if _can_be_timed(outcome, present):
-                with log.status(f"on the card, one of {count}: {outcome.row.name}"):
-                    yield retime.retime(outcome, retime.card)
-            else:
+            if not _can_be_timed(outcome, present):
                 yield outcome
+            elif failures == _GIVEN_UP:
+                yield retime.not_tried(outcome)
+            else:
+                with log.status(f"on the card, one of {count}: {outcome.row.name}"):
+                    found = retime.retime(outcome, retime.card)
+                failures = failures + 1 if retime.card_failed(found) else 0
+                yield found
 
 
 def _can_be_timed(outcome: Outcome, present: Gpu | None) -> bool:

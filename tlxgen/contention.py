@@ -11,8 +11,10 @@ from tlxgen.trials import Timing
 _RESTLESS = 0.25
 
 
-def disturbance(timed: Iterable[Timing], newcomers: int = 0) -> str:
+def disturbance(timed: Iterable[Timing], newcomers: int = 0, *, crowded: bool = False) -> str:
     """What says that something else ran on the card while these were timed, if anything does."""
+    if crowded:
+        return "other processes were loading this GPU before"
     if newcomers > 0:
         return f"{newcomers} process(es) began to compute on this GPU meanwhile"
     spread = max((timing.peer_spread for timing in timed), default=0.0)

@@ -6,9 +6,13 @@ import fcntl
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+#: Seconds that the driver's figure of a GPU's load looks back, and some more.
+_WINDOW_S = 1.5
 
 
 @contextmanager
@@ -41,9 +45,23 @@ def _opened(path: Path) -> int:
 
 def other_processes(gpu: str) -> int:
     """Processes that compute on the GPU with this UUID now, by the driver's count; 0 where it cannot be asked."""
-    command = ["nvidia-smi", "-i", f"GPU-{gpu}", "--query-compute-apps=pid", "--format=csv,noheader"]
+    return len(_answer(gpu, "--query-compute-apps=pid"))
+
+
+def load(gpu: str, settle: float = _WINDOW_S) -> int:
+    """Percent of the last second in which something ran on the GPU; 0 where the driver cannot be asked.
+
+    Waits first, so that what the caller did before is not in it.
+    """
+    time.sleep(settle)
+    words = _answer(gpu, "--query-gpu=utilization.gpu")
+    return int(words[0]) if words and words[0].isdecimal() else 0
+
+
+def _answer(gpu: str, query: str) -> list[str]:
+    """The driver's words; none where it does not answer."""
+    command = ["nvidia-smi", "-i", f"GPU-{gpu}", query, "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
-        return 0
-    return len(answer.split())
+        return []

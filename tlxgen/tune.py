@@ -62,6 +62,7 @@ def tune(
     templates: tuple[str, ...] | None = None,
     progress: Progress | None = None,
     neighbours: Callable[[], int] = lambda: 0,
+    crowded: bool = False,
     child: Child | None = None,
     pool: CompilePool | None = None,
 ) -> TuneResult:
@@ -79,6 +80,7 @@ def tune(
         templates: only these.
         progress: called after every candidate.
         neighbours: how many processes compute on the GPU now, ours among them (`tlxgen.gpu_lock.other_processes`).
+        crowded: whether others already load the GPU, so that times can be kept provisionally at most.
         child: the process to measure in, which is left running; by default one of the run's own.
         pool: the compilers, which are left running, and simulate too; by default `workers` of the run's own.
 
@@ -92,7 +94,7 @@ def tune(
         card.child = child
     try:
         report = card.setup()
-        run = _Run(problem, card, report, store, budget or Budget(), templates, neighbours)
+        run = _Run(problem, card, report, store, budget or Budget(), templates, neighbours, crowded)
         run.resume()
         run.choose_search(sampler, seed)
         try:
@@ -134,6 +136,7 @@ class _Run:
         budget: Budget,
         templates: tuple[str, ...] | None,
         neighbours: Callable[[], int],
+        crowded: bool,
     ) -> None:
         self.operator = ops.get(problem.operator)
         self.problem = problem
@@ -151,6 +154,7 @@ class _Run:
         self.search: Search | None = None
         self.incumbent = self._incumbent()
         self.neighbours = neighbours
+        self.crowded = crowded
         self.processes = neighbours()  # ours among them, and whatever sat there before
 
     def _incumbent(self) -> TunedRecord | None:
@@ -384,7 +388,7 @@ class _Run:
         return {passed[name]: timing for name, timing in found.items()}
 
     def _disturbance(self, timed: dict[Config, Timing]) -> str:
-        return disturbance(timed.values(), self.neighbours() - self.processes)
+        return disturbance(timed.values(), self.neighbours() - self.processes, crowded=self.crowded)
 
     def account(self) -> str:
         """What is kept, in one clause."""

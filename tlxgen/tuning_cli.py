@@ -45,6 +45,10 @@ _TRIALS = 200
 _HOPPER = (9, 0)
 
 
+#: Load of a GPU, in percent, that says nothing: a desktop, a driver's own work.
+_IDLE_PERCENT = 5
+
+
 @dataclass(frozen=True)
 class Options:
     """What the command line says beside the problem."""
@@ -191,6 +195,7 @@ def run(
                         f"warning: {busy} other process(es) compute on this GPU; times will be unreliable",
                         soft_wrap=True,
                     )
+                crowded = busy > 0 and gpu_lock.load(uuid) > _IDLE_PERCENT  # else they are there, and do nothing
                 result = tune(
                     problem,
                     store,
@@ -201,6 +206,7 @@ def run(
                     templates=options.templates,
                     progress=progress,
                     neighbours=lambda: gpu_lock.other_processes(uuid),
+                    crowded=crowded,
                     child=child,
                     pool=pool,
                 )

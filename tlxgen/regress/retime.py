@@ -46,7 +46,7 @@ _QUARTILES = 1.349
 _TOO_NOISY = 0.1
 
 _NAME = "row"
-_FREE = "see to the card (`nvidia-smi`, `tlxgen doctor`) and run again"
+FREE = "see to the card (`nvidia-smi`, `tlxgen doctor`) and run again"
 
 
 class Timer(Protocol):
@@ -87,9 +87,19 @@ def retime(outcome: Outcome, make_timer: MakeTimer) -> Outcome:
     try:
         return _on(timer, outcome, record, problem)
     except (TuningError, ChildDiedError, ChildTimeoutError) as error:  # not what the kernel did
-        return outcome.adding(Finding("card", str(error), _FREE))
+        return outcome.adding(Finding("card", str(error), FREE))
     finally:
         timer.close()
+
+
+def card_failed(outcome: Outcome) -> bool:
+    """Whether the card did not answer, whatever the kernel."""
+    return any(finding.check == "card" and finding.remedy == FREE for finding in outcome.findings)
+
+
+def not_tried(outcome: Outcome) -> Outcome:
+    """Of a row for which the card was not asked any more."""
+    return outcome.adding(Finding("card", "not tried: the card did not answer for the rows before", FREE))
 
 
 def _on(timer: Timer, outcome: Outcome, record: TunedRecord, problem: Problem) -> Outcome:
@@ -110,7 +120,7 @@ def _on(timer: Timer, outcome: Outcome, record: TunedRecord, problem: Problem) -
         return outcome.adding(_slower(found, record, report), retimed=found)
     if found.margin > _TOO_NOISY * stored:
         what = f"the times scatter too much to see a fall of less than {found.margin / stored:.0%}"
-        return outcome.adding(Finding("time", what, _FREE, red=False), retimed=found)
+        return outcome.adding(Finding("time", what, FREE, red=False), retimed=found)
     return outcome.adding(retimed=found)
 
 
@@ -141,7 +151,7 @@ def _refused(verdict: Verdict, problem: Problem, record: TunedRecord) -> Finding
     numerics = verdict.status in {"wrong_result", "unstable_result"}
     what = f"{verdict.status}: {' '.join(verdict.message.split())}"
     kernels_doing = numerics or verdict.status in {"hang", "launch_failed"}
-    return Finding("numerics" if numerics else "card", what, _check_it(problem, record) if kernels_doing else _FREE)
+    return Finding("numerics" if numerics else "card", what, _check_it(problem, record) if kernels_doing else FREE)
 
 
 def _check_it(problem: Problem, record: TunedRecord) -> str:
