@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.recorded import InstantPool, RecordedCard, table
-from tlxgen import devices, ops, rank, tune, tuning
+from tlxgen import devices, ops, rank, tune, tuning, tuning_cli
 from tlxgen.candidates import candidates
 from tlxgen.config import Config
 from tlxgen.errors import CompileError, InvalidProblemError, TuningError
@@ -498,6 +498,24 @@ class TestTwins:
         assert result.loss == pytest.approx(0.03)
         assert result.record.time_us == pytest.approx(102.0)  # of the problem itself
         assert result.record.key.problem["group_sizes"] == "dirichlet"
+
+    def test_one_that_loses_much_says_how_to_have_rows_for_each(
+        self, configs: list[Config], store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, second = configs[:2]
+        slow = self.others()
+        times = {
+            "dirichlet": {**slow, first: 100.0, second: 108.0},
+            "even": {**slow, first: 108.0, second: 100.0},
+            "zipf": {**slow, first: 100.0, second: 100.0},
+        }
+        result = self.tuned(times, store, monkeypatch)
+        *_, loss, hint = tuning_cli.describe(self.problem(), result).splitlines()
+        assert "at most 8.0% slower" in loss
+        assert "`tlxgen tune grouped_gemm 64 8192 2048 7168 --layout nt --group-sizes even` and" in hint
+        times = {name: {**slow, first: 100.0} for name in times}
+        *_, loss = tuning_cli.describe(self.problem(), self.tuned(times, store, monkeypatch)).splitlines()
+        assert "at most 0.0% slower" in loss
 
     def test_who_says_how_tokens_are_spread_gets_the_fastest_for_that(
         self, store: Store, monkeypatch: pytest.MonkeyPatch

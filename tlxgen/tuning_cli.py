@@ -26,6 +26,7 @@ from tlxgen.problem import Problem
 from tlxgen.process import Child
 from tlxgen.rank import rank
 from tlxgen.record import TuningKey
+from tlxgen.regress.findings import command
 from tlxgen.search import SEARCHES
 from tlxgen.shipped import import_shipped
 from tlxgen.staleness import is_tuned
@@ -47,6 +48,9 @@ _HOPPER = (9, 0)
 
 #: Load of a GPU, in percent, that says nothing: a desktop, a driver's own work.
 _IDLE_PERCENT = 5
+
+#: What a config may lose on other data of a shape before rows for each are worth their while.
+_LOSS = 0.05
 
 
 @dataclass(frozen=True)
@@ -308,6 +312,9 @@ def describe(problem: Problem, result: TuneResult) -> str:
     lines.append(f"  {state.tried} of {state.legal} legal candidates tried{earlier}, {failures}; {state.elapsed:.0f} s")
     if result.loss is not None:
         lines.append(f"  at most {result.loss:.1%} slower than the best config, for other data of the same shape too")
+        if result.loss > _LOSS:
+            rows = " and ".join(f"`{command('tune', twin)}`" for twin in operator.twins(problem))
+            lines.append(f"  for programs that know their data: {rows}")
     if result.disturbed:
         lines.append(
             f"  not a quiet GPU: {result.disturbed}; what was measured is provisional: run the same command again"
