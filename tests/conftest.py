@@ -13,11 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tlxgen import paths
 from tlxgen.compile_pool import CompilePool
 from tlxgen.devices import Gpu, target
 from tlxgen.process import Child
+
+# How long an example takes says more of what else the machine does than of the example.
+settings.register_profile("tlxgen", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tlxgen")
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # the module `jobs` must have one name in parents and children
