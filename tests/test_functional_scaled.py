@@ -106,3 +106,9 @@ def test_what_kernels_do_not_have_is_torchs(
 def test_on_the_cpu_torch_says_what_it_says(inputs: dict[str, Any], theirs: list[Any]) -> None:
     functional.scaled_grouped_mm(**inputs)
     assert len(theirs) == 1
+
+
+def test_what_is_no_tensor_is_refused_by_torch() -> None:
+    a, b, scale_a, scale_b, offs = (None,) * 5
+    with pytest.raises(TypeError, match="_scaled_grouped_mm"):
+        functional.scaled_grouped_mm(a, b, scale_a, scale_b, offs=offs)  # type: ignore[arg-type]

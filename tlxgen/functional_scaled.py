@@ -63,8 +63,7 @@ def scaled_grouped_mm(
 
 def _plain(given: tuple[Tensor, ...]) -> bool:
     """Whether kernels see all that there is to these tensors, and they are what kernels are for."""
-    dtypes = tuple(tensor.dtype for tensor in given)
-    return dtypes == _DTYPES and eligible.seen(*given) and not transformed()
+    return eligible.seen(*given) and tuple(tensor.dtype for tensor in given) == _DTYPES and not transformed()
 
 
 #: By shapes, devices and pins: the kernel, or None where torch is to compute. Strides are the kernel's to judge.
