@@ -100,8 +100,6 @@ class Card:
         try:
             verdict = self._call(Gate(name, source), self.limit)
         except _FAULTS as error:
-            if isinstance(error, _JobFailedError):
-                self.child.kill()
             return self._fault(error)
         if verdict.status == "ok":
             self.sources[name] = source
@@ -137,7 +135,7 @@ class Card:
         expected_us = rounds * sum(_REPLAY_US + 3 * self.launch_us.get(name, 0.0) for name in names)
         try:
             return self._call(Measure(tuple(names), rounds), self.limit + 4e-6 * expected_us)
-        except (_CardFullError, _JobFailedError):
+        except _CardFullError:
             self.child.kill()  # half a capture is left in it
             raise
 
@@ -204,6 +202,7 @@ class Card:
             if type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error).lower():
                 what = f"the GPU has too little free memory for {self.problem.label}: {error}"
                 raise _CardFullError(what) from error
+            self.child.kill()
             raise _JobFailedError(f"{type(error).__name__} on the card: {error}") from error
 
     def _ensure(self) -> None:
