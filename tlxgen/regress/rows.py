@@ -18,6 +18,7 @@ from tlxgen.compile_pool import CompilePool
 from tlxgen.devices import TARGETS, Gpu
 from tlxgen.emit import KernelSource, emit
 from tlxgen.errors import CompileError, TlxgenError
+from tlxgen.foreign import why_another, why_dead
 from tlxgen.keys import tuning_key
 from tlxgen.measure import PROTOCOL
 from tlxgen.record import DeviceKey, TunedRecord
@@ -119,12 +120,8 @@ def _checked(row: Row, taken: dict[str, Row]) -> Finding | Job:
 
 
 def _dead(record: TunedRecord) -> Finding | None:
-    operator, template = record.key.operator, record.config.template
-    if operator not in ops.NAMES:
-        what = f"operator {operator!r} is not known; there are {', '.join(ops.NAMES)}"
-    elif template not in ops.get(operator).templates:
-        what = f"template {template!r} is not one of {operator}'s: {', '.join(ops.get(operator).templates)}"
-    else:
+    what = why_dead(record)
+    if what is None:
         return None
     return Finding("dead", what, "remove the line: nothing can use it; or bring back what was removed")
 
@@ -133,15 +130,14 @@ def _wrong_key(record: TunedRecord) -> Finding | None:
     key, remedy = record.key, "put the line back as it was exported: keys are not edited by hand"
     try:
         problem, gpu = ops.get(key.operator).problem(key.problem), _gpu(key.device)
+        another = why_another(record)
     except (TlxgenError, ValueError) as error:
         return Finding("key", f"nobody would look for it: {error}", remedy)
     if gpu.slug in TARGETS and key.device != TARGETS[gpu.slug].key:
         found, known = (f"{d.sm_count} SMs and capability {d.capability}" for d in (key.device, TARGETS[gpu.slug].key))
         return Finding("key", f"{gpu.slug} has {known}, not {found}", remedy)
-    fields = problem.model_dump()
-    if fields != key.problem:
-        changed = ", ".join(f"{name}={value}" for name, value in fields.items() if key.problem.get(name) != value)
-        return Finding("key", f"nobody would look for it: the problem in full has {changed}", remedy)
+    if another is not None:
+        return Finding("key", another, remedy)
     if key.toolchain != toolchain():
         what = f"measured under {key.toolchain}, installed is {toolchain()}"
         return Finding("toolchain", what, f"install what it was measured under, or {tune_again(record)}")
