@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from tlxgen import devices, plans, repeat, runtime
+from tlxgen.devices import target
 from tlxgen.launch import SlimDescriptor
+
+if TYPE_CHECKING:
+    import pytest
 
 #: Grid, stream and arguments of a launch, with addresses in place of tensors.
 Noted = tuple[Any, ...]
@@ -47,3 +55,31 @@ def read(value: Any) -> Any:
         sizes = (tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
         return (value.base.data_ptr(), *sizes, value.padding, value.round_f32_to_tf32)
     return value
+
+
+@contextmanager
+def no_card(patch: pytest.MonkeyPatch, launcher: type[Any], kind: str) -> Iterator[None]:
+    """An H200 that there is not, for tensors on this kind of device, and launchers of this class."""
+    patch.setattr(plans, "Launcher", launcher)
+    patch.setattr(plans, "on_device", lambda _: nullcontext())
+    patch.setattr(plans, "is_capturing", lambda: False)
+    patch.setattr(plans, "raw_stream", lambda _: 0)
+    patch.setattr(plans, "current_device", lambda: 0)
+    patch.setattr(runtime, "_KIND", kind)
+    patch.setattr(runtime, "_current_device", lambda: 0)
+    patch.setattr(devices, "detect", lambda _=None: target("h200"))
+    runtime.forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", runtime.FallbackWarning)
+        yield
+    runtime.forget()
+
+
+@contextmanager
+def noting(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Such a card for tensors on the CPU, on which every launch is noted and the first repeat is traced."""
+    patch.setattr(repeat, "TRACED_AT", 1)
+    for name in ("made", "noted", "modules"):
+        patch.setattr(Noting, name, [])
+    with no_card(patch, Noting, "cpu"):
+        yield

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sqlite3
 import sys
-from collections.abc import Callable
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,46 +14,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tlxgen import ops, paths
+from tests import records
+from tests.records import NOON, problem_of
+from tlxgen import paths
 from tlxgen.cli_cache import app
-from tlxgen.config import Config
 from tlxgen.errors import CacheError, TlxgenError
-from tlxgen.problem import Problem
-from tlxgen.record import DeviceKey, Trial, TunedRecord, TuningKey
+from tlxgen.record import Trial, TunedRecord
 from tlxgen.shipped import dump, load
 from tlxgen.store import MEMORY, Store
 
-NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
-
-
-#: What differs from row to row is the first length.
-SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
-    "gemm": lambda m: (m, 4096, 4096),
-    "attention": lambda m: (1, 8, m, 128),
-    "vector_add": lambda m: (m,),
-}
-
-
-def problem_of(m: int, operator: str = "gemm") -> dict[str, Any]:
-    """A problem as keys have it."""
-    problem: Problem = ops.get(operator).problem(SHAPES[operator](m))
-    return problem.model_dump()
-
-
-def a_record(m: int = 4096, operator: str = "gemm", gpu: str = "h200", **changes: Any) -> TunedRecord:
-    device = DeviceKey(gpu=gpu, sm_count=132, capability="9.0")
-    fields: dict[str, Any] = {
-        "key": TuningKey(operator=operator, problem=problem_of(m, operator), device=device, toolchain="fbtriton 3.7.4"),
-        "config": Config(template=f"{operator}_vanilla", params={"stages": 4, "block_m": 128}),
-        "origin": "measured",
-        "source_hash": "c0de",
-        "time_us": 100.0,
-        "peer": "cublas",
-        "peer_us": 104.0,
-        "protocol": "1",
-        "created": NOON,
-    }
-    return TunedRecord.model_validate({**fields, **changes})
+a_record = functools.partial(records.a_record, peer="cublas", peer_us=104.0)
 
 
 @pytest.fixture(autouse=True)

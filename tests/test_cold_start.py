@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -124,6 +125,15 @@ def test_the_second_process_imports_what_launches_and_nothing_that_finds_out(cac
     assert not {name for name in imported if name.startswith(("triton.experimental", "triton.compiler.code_generator"))}
 
 
+def in_a_copy(name: str, folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """Templates or search spaces, for tests to change: changes are no younger than the import of what reads them."""
+    patch.setattr(served, "_IMPORTED", float("inf"))
+    copy = folder / name
+    shutil.copytree(getattr(paths, name), copy)
+    patch.setattr(paths, name, copy)
+    return copy
+
+
 class TestServed:
     @pytest.fixture
     def remembered(self, cache: Path) -> Config:
@@ -152,12 +162,7 @@ class TestServed:
     def test_knows_nothing_once_a_template_or_a_space_is_another(
         self, name: str, remembered: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import shutil
-
-        monkeypatch.setattr(served, "_IMPORTED", float("inf"))  # of copies that are made here, and of their changes
-        copy = tmp_path / name
-        shutil.copytree(getattr(paths, name), copy)
-        monkeypatch.setattr(paths, name, copy)
+        copy = in_a_copy(name, tmp_path, monkeypatch)
         assert served.recall(problem(), remembered, H200) is not None
         edited = next(path for path in sorted(copy.rglob("*")) if path.suffix in {".j2", ".yaml"})
         edited.write_text(edited.read_text() + "\n")
@@ -167,11 +172,7 @@ class TestServed:
     def test_knows_nothing_once_a_file_has_another_name(
         self, remembered: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        import shutil
-
-        monkeypatch.setattr(served, "_IMPORTED", float("inf"))
-        copy = tmp_path / "templates"
-        shutil.copytree(paths.TEMPLATES, copy)
+        copy = in_a_copy("TEMPLATES", tmp_path, monkeypatch)
         before = served._everything(copy, paths.SEARCH_SPACES)
         assert before is not None
         served.forget()
@@ -191,12 +192,7 @@ class TestServed:
         self, remembered: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Editors leave links that lead nowhere beside what is being edited."""
-        import shutil
-
-        monkeypatch.setattr(served, "_IMPORTED", float("inf"))
-        copy = tmp_path / "spaces"
-        shutil.copytree(paths.SEARCH_SPACES, copy)
-        monkeypatch.setattr(paths, "SEARCH_SPACES", copy)
+        copy = in_a_copy("SEARCH_SPACES", tmp_path, monkeypatch)
         (copy / ".#gemm_vanilla.yaml").symlink_to("somebody@somewhere")
         assert served.recall(problem(), remembered, H200) is None
 

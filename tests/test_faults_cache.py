@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sqlite3
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +19,18 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests import records
+from tests.records import NOON
 from tlxgen import aside, database, ops, paths, shipped, staleness
 from tlxgen.cli_cache import _merge
 from tlxgen.config import Config
 from tlxgen.errors import CacheError
-from tlxgen.problem import Problem
-from tlxgen.record import SCHEMA_VERSION, DeviceKey, Trial, TunedRecord, TuningKey
+from tlxgen.record import SCHEMA_VERSION, DeviceKey, Trial
 from tlxgen.shipped import dump, import_shipped
 from tlxgen.store import MEMORY, CacheWarning, Store
 
 ROOT = Path(__file__).parent.parent
-NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
-
-
-#: What differs from row to row is the first length.
-SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
-    "gemm": lambda m: (m, 4096, 4096),
-    "attention": lambda m: (1, 8, m, 128),
-    "vector_add": lambda m: (m,),
-}
-
-
-def problem_of(m: int, operator: str = "gemm") -> dict[str, Any]:
-    """A problem as keys have it."""
-    problem: Problem = ops.get(operator).problem(SHAPES[operator](m))
-    return problem.model_dump()
-
-
-def a_record(m: int = 4096, **changes: Any) -> TunedRecord:
-    device = DeviceKey(gpu="h200", sm_count=132, capability="9.0")
-    fields: dict[str, Any] = {
-        "key": TuningKey(operator="gemm", problem=problem_of(m), device=device, toolchain="fbtriton 3.7.4"),
-        "config": Config(template="gemm_vanilla", params={"stages": 4, "block_m": 128}),
-        "origin": "measured",
-        "source_hash": "c0de",
-        "time_us": 100.0,
-        "protocol": "graph-2",
-        "created": NOON,
-    }
-    return TunedRecord.model_validate({**fields, **changes})
+a_record = functools.partial(records.a_record, protocol="graph-2")
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.stub_launcher import Noting
-from tlxgen import devices, ops, plans, repeat, runtime
+from tests.stub_launcher import Noting, noting
+from tlxgen import ops, runtime
 from tlxgen import overlap as module
 from tlxgen.candidates import candidates
 from tlxgen.devices import target
@@ -192,22 +190,8 @@ class TestCalls:
     @pytest.fixture(autouse=True)
     def card(self, monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[None]:
         """A card that there is not; what would launch on it notes that it would."""
-        monkeypatch.setattr(repeat, "TRACED_AT", 1)
-        monkeypatch.setattr(plans, "Launcher", Noting)
-        monkeypatch.setattr(plans, "on_device", lambda _: nullcontext())
-        monkeypatch.setattr(plans, "is_capturing", lambda: False)
-        monkeypatch.setattr(plans, "raw_stream", lambda _: 0)
-        monkeypatch.setattr(plans, "current_device", lambda: 0)
-        monkeypatch.setattr(runtime, "_KIND", "cpu")
-        monkeypatch.setattr(runtime, "_current_device", lambda: 0)
-        monkeypatch.setattr(devices, "detect", lambda _=None: target("h200"))
-        for name in ("made", "noted", "modules"):
-            monkeypatch.setattr(Noting, name, [])
-        runtime.forget()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", runtime.FallbackWarning)
+        with noting(monkeypatch):
             yield
-        runtime.forget()
 
     @staticmethod
     def kernel(operator: str, shape: tuple[int, ...]) -> Kernel:

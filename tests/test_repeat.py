@@ -9,18 +9,17 @@ import copy
 import gc
 import pickle
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.stub_launcher import Noted, Noting
-from tlxgen import devices, ops, plans, repeat, replay, runtime
+from tests.stub_launcher import Noted, Noting, noting
+from tlxgen import ops, plans, repeat, replay, runtime
 from tlxgen.candidates import candidates
 from tlxgen.devices import target
 from tlxgen.errors import LaunchError
@@ -35,22 +34,8 @@ PREFILL = ops.get("attention").problem((1, 2, 128, 128), causal="bottom-right")
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[None]:
     """A card that there is not."""
-    monkeypatch.setattr(repeat, "TRACED_AT", 1)
-    monkeypatch.setattr(plans, "Launcher", Noting)
-    monkeypatch.setattr(plans, "on_device", lambda _: nullcontext())
-    monkeypatch.setattr(plans, "is_capturing", lambda: False)
-    monkeypatch.setattr(plans, "raw_stream", lambda _: 0)
-    monkeypatch.setattr(plans, "current_device", lambda: 0)
-    monkeypatch.setattr(runtime, "_KIND", "cpu")
-    monkeypatch.setattr(runtime, "_current_device", lambda: 0)
-    monkeypatch.setattr(devices, "detect", lambda _=None: H200)
-    for name in ("made", "noted", "modules"):
-        monkeypatch.setattr(Noting, name, [])
-    runtime.forget()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", runtime.FallbackWarning)
+    with noting(monkeypatch):
         yield
-    runtime.forget()
 
 
 @pytest.fixture

@@ -9,15 +9,14 @@ from __future__ import annotations
 import random
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
 import torch
 
+from tests.stub_launcher import no_card
 from tlxgen import devices, ops, plans, runtime
 from tlxgen.candidates import candidates, favourite
 from tlxgen.devices import target
@@ -58,21 +57,10 @@ class Counting:
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[None]:
     """A card that there is not."""
-    monkeypatch.setattr(plans, "Launcher", Counting)
-    monkeypatch.setattr(plans, "on_device", lambda _: nullcontext())
-    monkeypatch.setattr(plans, "is_capturing", lambda: False)
-    monkeypatch.setattr(plans, "raw_stream", lambda _: 0)
-    monkeypatch.setattr(plans, "current_device", lambda: 0)
-    monkeypatch.setattr(runtime, "_KIND", "meta")
-    monkeypatch.setattr(runtime, "_current_device", lambda: 0)
-    monkeypatch.setattr(devices, "detect", lambda _=None: H200)
     monkeypatch.setattr(Counting, "made", [], raising=False)
     monkeypatch.setattr(Counting, "launched", [], raising=False)
-    runtime.forget()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", runtime.FallbackWarning)
+    with no_card(monkeypatch, Counting, "meta"):
         yield
-    runtime.forget()
 
 
 def call(problem: Problem, **more: Any) -> Kernel:

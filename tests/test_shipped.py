@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlxgen import database, ops, paths
+from tests.records import NOON, a_record
+from tlxgen import database, paths
 from tlxgen.config import Config
 from tlxgen.errors import CacheError
-from tlxgen.problem import Problem
-from tlxgen.record import DeviceKey, TunedRecord, TuningKey
 from tlxgen.shipped import dump, import_shipped, load
 from tlxgen.store import MEMORY, CacheWarning, Store
-
-NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
-
-
-#: What differs from row to row is the first length.
-SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
-    "gemm": lambda m: (m, 4096, 4096),
-    "attention": lambda m: (1, 8, m, 128),
-    "vector_add": lambda m: (m,),
-}
-
-
-def problem_of(m: int, operator: str = "gemm") -> dict[str, Any]:
-    """A problem as keys have it."""
-    problem: Problem = ops.get(operator).problem(SHAPES[operator](m))
-    return problem.model_dump()
-
-
-def a_record(m: int = 4096, operator: str = "gemm", gpu: str = "h200", **changes: Any) -> TunedRecord:
-    device = DeviceKey(gpu=gpu, sm_count=132, capability="9.0")
-    fields: dict[str, Any] = {
-        "key": TuningKey(operator=operator, problem=problem_of(m, operator), device=device, toolchain="fbtriton 3.7.4"),
-        "config": Config(template=f"{operator}_vanilla", params={"stages": 4, "block_m": 128}),
-        "origin": "measured",
-        "source_hash": "c0de",
-        "time_us": 100.0,
-        "protocol": "1",
-        "created": NOON,
-    }
-    return TunedRecord.model_validate({**fields, **changes})
 
 
 @pytest.fixture
