@@ -43,6 +43,7 @@ class RecordedCard:
     verdicts: dict[Config, Verdict] = field(default_factory=dict)
     launch_us: float = 1.0  # the rough look of every gate
     seed: int = 0
+    limit: float = 20.0
     gated: list[Config] = field(default_factory=list)
     sources: dict[str, KernelSource] = field(default_factory=dict)
     faults: dict[str, Verdict] = field(default_factory=dict)
@@ -107,8 +108,10 @@ class InstantPool:
 
     def __init__(self, failures: dict[Config, BaseException] | None = None) -> None:
         self.failures = failures or {}
+        self.submitted: list[KernelSource] = []
 
     def submit(self, source: KernelSource) -> Future[Any]:
+        self.submitted.append(source)
         future: Future[Any] = Future()
         failure = self.failures.get(source.config)
         if failure is None:

@@ -23,7 +23,7 @@ from tlxgen.errors import CompileError
 from tlxgen.measure import PEER, DeviceReport, Forget, Gate, Measure, Setup, Verdict
 from tlxgen.process import Child
 
-LIMIT_S = 1.0  #: of gate and timing
+LIMIT_S = 1.0  #: of gate and timing, for those who wait for it
 COMPILE_S = 2.0
 PEER_US = 100.0
 
@@ -182,13 +182,13 @@ class StubChild(Child):
         return super().call(OnCard(job), timeout)
 
 
-def install(patch: Callable[[Any, str, Any], None], configs: Sequence[Config], limit: float = LIMIT_S) -> None:
+def install(patch: Callable[[Any, str, Any], None], configs: Sequence[Config]) -> None:
     """Puts card, compiler and candidates in the tuner's way; `patch` is `setattr` or a monkeypatch's."""
     from tlxgen import compile_pool, trials, tune, tuning  # here, for children do without and start in half the time
     from tlxgen.compile_pool import CompilePool
     from tlxgen.trials import Card
 
-    patch(tune, "Card", lambda name, problem, seed: Card(name, problem, seed, limit=limit, child=StubChild()))
+    patch(tune, "Card", lambda name, problem, seed, limit: Card(name, problem, seed, limit, child=StubChild()))
     patch(tuning, "CompilePool", functools.partial(CompilePool, timeout=COMPILE_S))
     patch(tune, "candidates", lambda *_: list(configs))
     patch(tune, "emit", emit)
@@ -197,11 +197,14 @@ def install(patch: Callable[[Any, str, Any], None], configs: Sequence[Config], l
     patch(os, "cpu_count", lambda: 2)  # the size of a batch
 
 
-def command(folder: Path, n: int, limit: float) -> None:
-    """`tlxgen`, as a process of its own on a machine with such a card and `n` candidates; words from `sys.argv`."""
+def command(folder: Path, n: int, fault: str) -> None:
+    """`tlxgen`, as a process of its own on a machine with such a card; words from `sys.argv`.
+
+    There are `n` healthy candidates, and one more if there is to be a fault.
+    """
     from tlxgen import cli, gpu_lock, paths, tuning_cli
 
-    install(setattr, healthy(n), limit)
+    install(setattr, [*healthy(n), *([] if fault == "none" else [config(50, fault)])])
     vars(devices).update(detect=lambda *_: devices.target("h200"), uuid=lambda: "stub")
     vars(gpu_lock).update(other_processes=lambda *_: 0, exclusive=functools.partial(gpu_lock.exclusive, folder=folder))
     vars(paths).update(SHIPPED_CACHE=folder / "nothing-shipped")

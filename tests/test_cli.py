@@ -178,6 +178,8 @@ class TestBadInput:
             "gemm 8 8 8 --trials 0",
             "gemm 8 8 8 --seconds 0",
             "gemm 8 8 8 --workers 0",
+            "gemm 8 8 8 --limit 0.5",
+            "gemm 8 8 8 --limit 3601",
             "gemm 8 8 8 --no-such",
             "",
         ],

@@ -14,6 +14,7 @@ from tlxgen.compile_pool import CompilePool
 from tlxgen.devices import target
 from tlxgen.emit import KernelSource, emit
 from tlxgen.errors import CompileError
+from tlxgen.simulator.verdicts import is_known_safe
 
 VECTOR_ADD = ops.get("vector_add")
 PROBLEM = VECTOR_ADD.problem((1 << 20,))
@@ -134,6 +135,7 @@ def test_with_simulation_a_kernel_that_would_hang_is_unsafe() -> None:
     with CompilePool((9, 0), workers=1, simulate=True) as pool:
         assert pool.submit(good).result(120).source == good
         error = failure(pool, hangs)
+    assert (is_known_safe(good), is_known_safe(hangs)) == (True, False)
     assert error.kind == "unsafe"
     assert "simulator: deadlock" in str(error)
     assert "empty[0]" in str(error)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import stub_card  # type: ignore[import-not-found] # conftest.py makes it importable
 
+from tests.processes import is_running, wait_until
+from tests.tuner_runs import (
+    Machine,
+    bad_candidates_cost_a_trial_each,
+    run_to_the_end,
+    script,
+    signals_lose_nothing_finished,
+)
 from tlxgen import devices, ops, tune, tuning_cli
 from tlxgen.config import Config
 from tlxgen.errors import GpuLostError, TuningError
@@ -55,28 +60,11 @@ def run(store: Store, monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(configs: list[Config], trials: int = 200, seconds: float = 300) -> TuneResult:
         stub_card.install(monkeypatch.setattr, configs)
         try:
-            return tune.tune(PROBLEM, store, budget=Budget(trials, seconds), workers=2)
+            return tune.tune(PROBLEM, store, budget=Budget(trials, seconds), workers=2, limit=stub_card.LIMIT_S)
         finally:
             assert wait_until(lambda: not any(is_running(pid) for pid in stub_card.pids())), "a child is left"
 
     return run
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in {"Z", "X"}
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 #: What a candidate does, and the class that its trial gets.
@@ -103,13 +91,8 @@ TRANSIENT = {"timeout", "killed", "out_of_memory"}  # they say more of the machi
 def test_each_fault_costs_one_trial_and_is_remembered(run: Run, store: Store) -> None:
     bad = {fault: stub_card.config(50 + i, fault) for i, fault in enumerate(FAULTS)}  # all faster, could they run
     good = stub_card.healthy(6)
-    configs = [good[0], *list(bad.values())[:6], *good[1:4], *list(bad.values())[6:], *good[4:]]
-    result = run(configs)
+    result = bad_candidates_cost_a_trial_each(run, store, good, {bad[fault]: kind for fault, kind in FAULTS.items()})
     assert result.record.config == good[0]
-    assert result.state.failures == Counter(FAULTS.values())
-    assert result.state.tried == len(configs)
-    known = {trial.config: trial.status for trial in store.trials(KEY)}
-    assert known == {**{bad[fault]: kind for fault, kind in FAULTS.items()}, **dict.fromkeys(good, "ok")}
     summary = tuning_cli.describe(PROBLEM, result)
     assert all(f"{n} {kind}" in summary for kind, n in Counter(FAULTS.values()).items())
     assert tuning_cli.as_dict(result)["failures"] == dict(Counter(FAULTS.values()))
@@ -145,76 +128,31 @@ def test_a_lost_gpu_ends_the_run_and_the_same_call_goes_on(run: Run, store: Stor
     assert result.record.protocol == PROTOCOL
 
 
-class Command:
-    """`tlxgen tune` on the stub card, in a process of its own."""
-
-    def __init__(self, folder: Path, trials: int, n: int = 130, limit: float = stub_card.LIMIT_S) -> None:
-        call = f"stub_card.command(Path({str(folder)!r}), {n}, {limit})"
-        script = f"from pathlib import Path; import stub_card; {call}"
-        words = ["tune", "vector_add", "4096", "--trials", str(trials), "--workers", "1", "--json"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", script, *words],
-            env={**os.environ, "PYTHONPATH": PATH},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def wait_for_trials(self, folder: Path, n: int) -> None:
-        assert wait_until(lambda: finished(folder) >= n or self.process.poll() is not None)
-        assert self.process.poll() is None, self.process.communicate()
-
-    def kill(self) -> None:
-        """SIGKILL, and with it goes the child that measures."""
-        self.process.kill()
-        self.process.communicate()
-        assert wait_until(lambda: not any(is_running(pid) for pid in stub_card.pids())), "SIGKILL left a child"
-
-    def end(self) -> dict[str, Any]:
-        out, err = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0, err
-        answer: dict[str, Any] = json.loads(out)
-        return answer
-
-
-def finished(folder: Path) -> int:
-    """Distinct finished trials in the database."""
-    if not (folder / "tuned.db").exists():
-        return 0
-    connection = sqlite3.connect(folder / "tuned.db")
-    try:
-        (count,) = connection.execute("SELECT count(DISTINCT config_id) FROM trials").fetchone()
-    except sqlite3.OperationalError:  # no table yet
-        return 0
-    finally:
-        connection.close()
-    return int(count)
+def machine(folder: Path, n: int = 130, limit: float = stub_card.LIMIT_S, fault: str = "none") -> Machine:
+    """One with a stub card, and `n` healthy candidates, the first the best, before one with a fault."""
+    place = f"Path({str(folder)!r})"
+    start = (
+        "from pathlib import Path; import stub_card; from tests.tuner_runs import note_gates; "
+        f"note_gates({place}); stub_card.command({place}, {n}, {fault!r})"
+    )
+    return Machine(folder, KEY, ("vector_add", "4096", "--workers", "1", "--limit", str(limit)), start)
 
 
 @pytest.mark.slow
 def test_signals_lose_nothing_finished_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    command = Command(tmp_path, 112)
-    command.wait_for_trials(tmp_path, 9)  # the second batch: the best of the first is kept
-    command.kill()
-    known = finished(tmp_path)
+    answer = signals_lose_nothing_finished(machine(tmp_path), trials=112)
+    assert answer["config"] == stub_card.config(120).model_dump()
+    assert not any(is_running(pid) for pid in stub_card.pids())
+
+
+def test_a_candidate_may_take_as_long_as_the_command_line_says(tmp_path: Path) -> None:
+    started = time.monotonic()
+    answer = machine(tmp_path, n=2, limit=2, fault="gate hang").command(3).end()
+    assert (answer["tried"], answer["failures"]) == (3, {"hang": 1})
+    assert time.monotonic() - started < 15, "by itself it would be 20 s"
     with Store.open(tmp_path / "tuned.db") as store:
-        row = store.get(KEY)
-    assert row is not None
-    assert row.protocol == f"{PROTOCOL}/look"
-    for number in (signal.SIGTERM, signal.SIGINT):
-        command = Command(tmp_path, 112)
-        command.wait_for_trials(tmp_path, known + 8)
-        command.process.send_signal(number)
-        answer = command.end()
-        assert answer["interrupted"] is True
-        assert answer["resumed"] == known
-        known = finished(tmp_path)
-        assert known - 1 <= answer["tried"] <= known < 112, "one may have been kept and not counted yet"
-        assert answer["config"] == stub_card.config(120).model_dump()
-        assert not any(is_running(pid) for pid in stub_card.pids())
-    answer = Command(tmp_path, 112).end()
-    assert (answer["interrupted"], answer["resumed"], answer["tried"]) == (False, known, 112)
-    assert finished(tmp_path) == 112
+        (told,) = [trial.message for trial in store.trials(KEY) if trial.status == "hang"]
+    assert told == "no result after 2 s: the process was killed"
 
 
 def trials_by_protocol(folder: Path) -> dict[str, list[str]]:
@@ -231,7 +169,7 @@ def test_sigkill_loses_at_most_the_trial_in_flight(job: str, tmp_path: Path, not
     """In the middle of the second of three batches, of eight, eight and four candidates."""
     ids = [config.id for config in stub_card.healthy(20)]
     (notes / "hold").write_text(f"{job} {ids[12]}")
-    command = Command(tmp_path, trials=20, n=20, limit=60)
+    command = machine(tmp_path, n=20, limit=60).command(20)
     assert wait_until(lambda: stub_card.held() or command.process.poll() is not None)
     command.kill()
     in_flight = {"timing": [], "gate": [ids[12]]}[job]
@@ -241,27 +179,16 @@ def test_sigkill_loses_at_most_the_trial_in_flight(job: str, tmp_path: Path, not
 
     (notes / "hold").unlink()
     before = len(stub_card.gated())
-    answer = Command(tmp_path, trials=20, n=20).end()
+    answer = machine(tmp_path, n=20).command(20).end()
     assert (answer["resumed"], answer["tried"], answer["failures"]) == (len(kept), 20, {})
     assert answer["config"] == stub_card.config(120).model_dump()
     assert trials_by_protocol(tmp_path) == {PROTOCOL: ids}, "one look each: none lost, none twice, none rough"
     assert stub_card.gated()[before:][:12] == ids[8:], "the untimed first, then the rest"
 
 
-TUNE = """
-import sys
-from pathlib import Path
-import stub_card
-from tlxgen import ops, tune
-from tlxgen.store import Store
-
-def tuned(path):
-    stub_card.install(setattr, stub_card.healthy(3))
-    with Store.open(Path(path)) as store:
-        result = tune.tune(ops.get("vector_add").problem((4096,)), store, workers=1)
-    assert result.record.config == stub_card.config(120), result
-    open(path + ".runs", "a").write("run ")
-"""
+TUNE = script(
+    "import stub_card; stub_card.install(setattr, stub_card.healthy(3))", 'ops.get("vector_add").problem((4096,))', 8
+)
 CALL = "tuned(sys.argv[1])\n"
 CONTEXTS = {
     "a script without a main guard": TUNE + CALL,
@@ -281,18 +208,39 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("context", [*CONTEXTS, "a spawned child"])
 def test_tuning_works_from(context: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(CONTEXTS.get(context, SPAWNED.format(folder=str(tmp_path))))
+    file = tmp_path / "script.py"
+    file.write_text(CONTEXTS.get(context, SPAWNED.format(folder=str(tmp_path))))
     (tmp_path / "tuned_there.py").write_text(TUNE)
-    start = ["-c", script.read_text()] if context == "a notebook" else [str(script)]
-    done = subprocess.run(
-        [sys.executable, *start, str(tmp_path / "own.db")],
-        env={**os.environ, "PYTHONPATH": PATH},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "own.db.runs").read_text() == "run "
+    run_to_the_end(["-c", file.read_text()] if context == "a notebook" else [str(file)], tmp_path / "own.db")
+    with Store.open(tmp_path / "own.db") as store:
+        assert [record.config for record in store.records()] == [stub_card.config(120)]
     assert not any(is_running(pid) for pid in stub_card.pids())
+
+
+#: A process that has used CUDA must not fork: the copy's context is broken, and takes the original's memory with it.
+NO_FORK = """
+import os
+
+os.register_at_fork(before=lambda: os._exit(9))
+"""
+
+
+def test_the_tuner_forks_no_process(tmp_path: Path) -> None:
+    """Neither called by a program nor as a command; what it starts are interpreters of their own."""
+    run_to_the_end(["-c", NO_FORK + TUNE + CALL], tmp_path / "own.db")
+    stub = machine(tmp_path, n=3)
+    answer = replace(stub, start=f"{NO_FORK}\n{stub.start}").command(3).end()
+    assert answer["tried"] == 3
+    assert len(stub_card.pids()) >= 4, "two processes that measured, two that compiled"
+
+
+@pytest.mark.parametrize(
+    "fork",
+    [
+        "import multiprocessing\nmultiprocessing.get_context('fork').Process(target=print).start()",
+        "import subprocess\nsubprocess.run(['true'], preexec_fn=os.setsid)",
+    ],
+    ids=["multiprocessing", "subprocess"],
+)
+def test_a_fork_would_be_seen(fork: str) -> None:
+    assert subprocess.run([sys.executable, "-c", NO_FORK + fork], check=False).returncode == 9

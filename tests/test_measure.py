@@ -134,7 +134,7 @@ def tuned(tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch) -> Call
 
     def tuned(*sources: KernelSource) -> Any:
         by_config = {source.config: source for source in sources}
-        monkeypatch.setattr(tune, "Card", lambda name, problem, seed: Card(name, problem, seed, child=child))
+        monkeypatch.setattr(tune, "Card", lambda name, problem, seed, _: Card(name, problem, seed, child=child))
         monkeypatch.setattr(tuning, "CompilePool", lambda *_, **__: InstantPool())
         monkeypatch.setattr(tune, "candidates", lambda *_: list(by_config))
         monkeypatch.setattr(tune, "emit", lambda operator, problem, config: by_config[config])

@@ -15,6 +15,7 @@ from pathlib import Path
 import jobs  # type: ignore[import-not-found] # conftest.py makes it importable
 import pytest
 
+from tests.processes import is_running, wait_until
 from tlxgen.errors import CompileError
 from tlxgen.process import Child, ChildDiedError, ChildTimeoutError
 
@@ -28,25 +29,6 @@ def child() -> Iterator[Child]:
     child = Child({"PYTHONPATH": PATH})
     yield child
     child.kill()
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there and not a zombie that waits to be reaped."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in {"Z", "X"}
-
-
-def wait_until(condition: object, seconds: float = 10.0) -> bool:
-    assert callable(condition)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 class TestJobs:

@@ -36,7 +36,7 @@ from tlxgen.record import TunedRecord
 from tlxgen.regress import ratchet, report, retime, rows
 from tlxgen.regress.findings import CHECKS, Finding, Outcome, Row, command
 from tlxgen.toolchain import toolchain
-from tlxgen.trials import Card
+from tlxgen.trials import LIMIT_S, Card
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = paths.SHIPPED_CACHE / "h200.jsonl"
@@ -60,6 +60,9 @@ GEMM = next(r for r in shipped.load(SHIPPED) if r.key.problem.get("K") == 14336)
 VECTOR = next(r for r in shipped.load(SHIPPED) if r.key.operator == "vector_add")
 
 
+STORED = GEMM.ratio or 0.0
+
+
 def row(record: TunedRecord, line: int = 1) -> Row:
     return Row(Path("h200.jsonl"), line, rows._name(record), record)
 
@@ -72,6 +75,18 @@ def changed(record: TunedRecord, **key: Any) -> TunedRecord:
 def with_params(record: TunedRecord, **params: Any) -> TunedRecord:
     config = Config(template=record.config.template, params={**record.config.params, **params})
     return record.model_copy(update={"config": config})
+
+
+def with_code_of(record: TunedRecord, **params: Any) -> TunedRecord:
+    """The record with other parameters, as if its kernel had been tuned with them."""
+    other, operator = with_params(record, **params), ops.get(record.key.operator)
+    source = emit(operator, operator.problem(record.key.problem), other.config)
+    return other.model_copy(update={"source_hash": source.code_hash})
+
+
+def slower(record: TunedRecord, times: float) -> TunedRecord:
+    """The record of a kernel that takes so many times as long."""
+    return record.model_copy(update={"time_us": record.time_us * times})
 
 
 def instantly(facts: Facts = FACTS) -> rows.Compile:
@@ -383,6 +398,39 @@ class TestRatchet:
         (finding,) = self.compare(held.model_copy(update={"rows": {GEMM.key.id: kept}}), GEMM)
         assert (finding.check, "another kernel" in finding.what) == ("unrecorded", True)
 
+    @pytest.mark.parametrize(
+        ("factor", "red"), [(0.5, True), (0.979, True), (0.981, None), (1.0, None), (1.019, None), (1.1, False)]
+    )
+    def test_a_row_that_claims_another_ratio_than_before(self, factor: float, red: bool | None) -> None:
+        """Of the same kernel, as when it was tuned again beside a load. `red` as above."""
+        found = self.compare(self.made(GEMM), slower(GEMM, 1 / factor))
+        assert [(finding.check, finding.red) for finding in found] == ([] if red is None else [("ratio", red)])
+        assert all(f"said {STORED:.3f}" in finding.what and "--update" in finding.remedy for finding in found)
+
+    def test_a_slower_config_of_a_row_that_was_tuned_again(self) -> None:
+        found = self.compare(self.made(GEMM), slower(with_code_of(GEMM, num_stages=5), 1.1))
+        assert [(finding.check, finding.red) for finding in found] == [("ratio", True), ("unrecorded", True)]
+
+    def test_a_fast_config_may_take_the_place_of_a_row(self) -> None:
+        (finding,) = self.compare(self.made(GEMM), with_code_of(GEMM, num_stages=5))
+        assert finding.check == "unrecorded"
+
+    @pytest.mark.parametrize("change", [{"protocol": "graph-1"}, {"time_us": 2 * GEMM.time_us, "protocol": "graph-1"}])
+    def test_ratios_of_other_protocols_are_not_compared(self, change: dict[str, Any]) -> None:
+        older = GEMM.model_copy(update=change)
+        assert "ratio" not in {finding.check for finding in self.compare(self.made(GEMM), older)}
+        assert self.compare(self.made(older), slower(GEMM, 2.0)) == []
+
+    def test_a_ratchet_of_before_ratios_were_kept(self, tmp_path: Path) -> None:
+        held = self.made(GEMM)
+        path = tmp_path / "h200.ratchet.json"
+        ratchet.dump(held, path)
+        edit(path, f'   "ratio": {STORED:.4f},\n', "")
+        old = ratchet.load(path)
+        assert self.compare(old, slower(GEMM, 2.0)) == []
+        outcomes = rows.examine([row(GEMM)], instantly())
+        assert ratchet.updated(old, outcomes) == (held, [f"{row(GEMM).name}: ratio none stored → {STORED:.4f}"])
+
     def test_no_ratchet_is_a_remark(self) -> None:
         (finding,) = self.compare(None, GEMM, VECTOR)
         assert (finding.check, finding.red) == ("unrecorded", False)
@@ -424,6 +472,14 @@ class TestRatchet:
         _, changes = ratchet.updated(self.made(GEMM), rows.examine([row(GEMM)], instantly(worse)))
         assert changes == [f"{row(GEMM).name}: registers 168 → 200, warnings none → C7508"]
 
+    def test_update_takes_what_a_row_claims_and_tells(self) -> None:
+        outcomes = rows.examine([row(slower(GEMM, 2.0))], instantly())
+        after, changes = ratchet.updated(self.made(GEMM), outcomes)
+        assert changes == [f"{row(GEMM).name}: ratio {STORED:.4f} → {STORED / 2:.4f}"]
+        assert self.compare(after, slower(GEMM, 2.0)) == []
+        _, changes = ratchet.updated(after, rows.examine([row(with_code_of(GEMM, num_stages=5))], instantly()))
+        assert changes == [f"{row(GEMM).name}: facts of another kernel stored, ratio {STORED / 2:.4f} → {STORED:.4f}"]
+
     def test_update_leaves_what_is_kept_of_a_red_row(self) -> None:
         held = self.made(GEMM)
         outcomes = rows.examine([row(with_params(GEMM, num_stages=99))], instantly())
@@ -451,9 +507,6 @@ class TestRatchet:
         labels = ratchet.suite_labels(ROOT / "benchmarks" / "suites")
         names = {rows._name(record) for record in shipped.load(SHIPPED)}
         assert {f"{label} on h200" for label in labels} & names <= set(held.shapes)
-
-
-STORED = GEMM.ratio or 0.0
 
 
 def on_card(card: Any, record: TunedRecord = GEMM) -> Outcome:
@@ -625,7 +678,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     stored = {kept.code: Facts.model_validate(kept.facts) for kept in held.rows.values()}
 
     def remember(jobs: Sequence[rows.Job], workers: int | None = None) -> list[Binary | CompileError]:
-        return [Binary(source, stored[source.code_hash], 0.25) for source, _ in jobs]
+        return [Binary(source, stored.get(source.code_hash, FACTS), 0.25) for source, _ in jobs]
 
     monkeypatch.setattr(rows, "compile_all", remember)
     return copy
@@ -657,6 +710,11 @@ def write_lines(folder: Path, lines: Sequence[str]) -> None:
     (folder / "h200.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
+def as_line(change: Callable[..., TunedRecord], line: str, **how: Any) -> str:
+    """A row with a change."""
+    return shipped._line(change(TunedRecord.model_validate_json(line), **how))
+
+
 class TestCommand:
     def test_what_ships_is_green(self, folder: Path) -> None:
         assert run() == f"{len(lines_of(folder))} rows checked without a GPU: green\n"
@@ -673,6 +731,9 @@ class TestCommand:
             (lambda lines: [lines[0].replace('"sm_count":132', '"sm_count":78'), *lines[1:]], "key"),
             (lambda lines: [lines[0].replace("fbtriton 3.7.4", "fbtriton 3.6.0"), *lines[1:]], "toolchain"),
             (lambda lines: [lines[0].replace('"num_stages":8', '"num_stages":99'), *lines[1:]], "config"),
+            (lambda lines: [lines[0].replace('"num_stages":8', '"num_stages":7'), *lines[1:]], "code"),
+            (lambda lines: [as_line(with_code_of, lines[0], num_stages=7), *lines[1:]], "unrecorded"),
+            (lambda lines: [as_line(slower, lines[0], times=1.03), *lines[1:]], "ratio"),
             (lambda lines: [lines[0].replace('"K":1024', '"K":2048'), *lines[1:]], "unrecorded"),
             (lambda lines: [re.sub('"source_hash":"..', '"source_hash":"zz', lines[0]), *lines[1:]], "code"),
         ],
@@ -797,7 +858,12 @@ class TestCommandOnAGpu:
     """An H200 whose times are recorded: those of the rows, but for what a test changes."""
 
     @pytest.fixture
-    def slow(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    def limits(self) -> list[float]:
+        """What each kernel was given on the card."""
+        return []
+
+    @pytest.fixture
+    def slow(self, folder: Path, limits: list[float], monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         """How many times slower a config has become, by its id."""
         factors: dict[str, float] = {}
 
@@ -805,7 +871,8 @@ class TestCommandOnAGpu:
         def lock(*_: object) -> Iterator[None]:
             yield
 
-        def card(problem: Any) -> RecordedCard:
+        def card(problem: Any, limit: float) -> RecordedCard:
+            limits.append(limit)
             record = next(r for r in shipped.load(SHIPPED) if r.key.problem == problem.model_dump())
             time_us = record.time_us * factors.get(record.config.id, 1.0)
             return RecordedCard({record.config: time_us}, record.peer_us or 1.0, noise=0.002)
@@ -820,6 +887,13 @@ class TestCommandOnAGpu:
     def test_all_rows_are_timed(self, slow: dict[str, float], folder: Path) -> None:
         found = json.loads(run("--json", "--gpu"))
         assert (found["green"], found["gpu"], len(found["timed"])) == (True, "h200", len(lines_of(folder)))
+
+    def test_a_kernel_may_take_so_long(self, slow: dict[str, float], limits: list[float]) -> None:
+        run("--gpu")
+        assert set(limits) == {LIMIT_S}
+        limits.clear()
+        run("--gpu", "--limit", 90)
+        assert set(limits) == {90.0}
 
     def test_a_slower_config_turns_it_red(self, slow: dict[str, float], folder: Path, tmp_path: Path) -> None:
         slow[VECTOR.config.id] = 1.1
@@ -861,7 +935,7 @@ class TestCommandOnAGpu:
             raise TuningError("RuntimeError on the card: no CUDA-capable device is detected")
 
         timer = SimpleNamespace(close=lambda: None)
-        monkeypatch.setattr(retime, "card", lambda problem: timer)
+        monkeypatch.setattr(retime, "card", lambda problem, limit: timer)
         monkeypatch.setattr(retime, "_on", lambda timer, outcome, record, problem: dead(problem))
         found = run("--gpu", status=1)
         assert len(asked) == 3

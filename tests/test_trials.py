@@ -90,7 +90,7 @@ def test_a_hang_at_the_gate_costs_that_candidate_alone() -> None:
     assert set(held.measure(["a", "b", "d"], 3)) == {"a", "b", "d", PEER}
 
 
-def test_a_death_while_timing_is_found_by_halves() -> None:
+def test_a_death_while_timing_is_found() -> None:
     held = card(FakeChild(kills={"d": Measure}))
     assert set(timings(held.measure(list("abcde"), 2))) == set("abce")
     assert {name: fault.status for name, fault in held.faults.items()} == {"d": "launch_failed"}
@@ -99,6 +99,39 @@ def test_a_death_while_timing_is_found_by_halves() -> None:
 def test_several_that_die_while_timing_are_all_found() -> None:
     held = card(FakeChild(kills={"a": Measure, "d": Measure, "e": Measure}))
     assert set(timings(held.measure(list("abcde"), 2))) == {"b", "c"}
+
+
+@pytest.mark.parametrize("hanging", ["a", "c", "e", "bd"])
+def test_a_hang_while_timing_costs_its_limit_twice(hanging: str) -> None:
+    """Once among all, whom it keeps from ending, and once alone."""
+    child = FakeChild()
+
+    def hang(names: tuple[str, ...]) -> None:
+        if set(names) & set(hanging):
+            waited.append(names)
+            child.alive = False
+            raise ChildTimeoutError("no result")
+
+    waited: list[tuple[str, ...]] = []
+    child.on_measure = hang
+    held = card(child)
+    assert set(held.measure(list("abcde"), 2)) == {*"abcde", PEER} - set(hanging)
+    assert {name: fault.status for name, fault in held.faults.items()} == dict.fromkeys(hanging, "hang")
+    assert waited == [tuple("abcde"), *((name,) for name in hanging)]
+
+
+def test_one_that_does_not_come_back_is_not_looked_for() -> None:
+    """It passed the gate, and fails it in the child that takes the place of the one which another has ended."""
+    child = FakeChild(kills={"b": Measure})
+    held = card(child)
+
+    def change(names: tuple[str, ...]) -> None:
+        child.kills["c"] = Gate
+
+    child.on_measure = change
+    assert set(held.measure(list("abcde"), 2)) == {*"ade", PEER}
+    assert {name: fault.status for name, fault in held.faults.items()} == {"b": "launch_failed", "c": "hang"}
+    assert child.starts == 4, "the first, and one after each death: among all, at c's gate, of b alone"
 
 
 def test_one_that_passed_and_kills_the_next_child_is_dropped() -> None:
@@ -146,7 +179,7 @@ def test_those_that_die_together_and_live_alone_are_given_up() -> None:
     assert child.starts <= 4
 
 
-def test_one_that_has_no_room_while_timing_is_found_by_halves() -> None:
+def test_one_that_has_no_room_while_timing_is_found() -> None:
     def allocate(names: tuple[str, ...]) -> None:
         if "b" in names:
             raise OutOfMemoryError("tried to allocate 2 TiB")

@@ -15,6 +15,7 @@ from tests.recorded import InstantPool, RecordedCard, table
 from tlxgen import devices, ops, rank, tune, tuning, tuning_cli
 from tlxgen.candidates import candidates
 from tlxgen.config import Config
+from tlxgen.emit import emit
 from tlxgen.errors import CompileError, InvalidProblemError, TuningError
 from tlxgen.keys import tuning_key
 from tlxgen.measure import PROTOCOL, Verdict
@@ -272,6 +273,76 @@ class TestMeasuringHonestly:
         )
 
 
+class TestNothingIsTimedThatMayHang:
+    """Compilers and simulator stand before the gate, whoever names a config, and look at the same code once."""
+
+    UNSAFE = CompileError("unsafe", "simulator: deadlock")
+
+    def pool(self, *unsafe: Config) -> InstantPool:
+        return InstantPool(dict.fromkeys(unsafe, self.UNSAFE))
+
+    def finished(self, run: Run, store: Store) -> list[Config]:
+        """Those of a search that has come to its end, best first."""
+        trials = store.trials(run(card(), trials=64).record.key)
+        times = {trial.config: trial.time_us for trial in trials if trial.time_us}
+        return sorted(times, key=times.__getitem__)
+
+    def test_in_this_run_all_that_is_gated_was_submitted_once(self, run: Run) -> None:
+        pool, recorded = self.pool(), card()
+        run(recorded, trials=64, pool=pool)
+        submitted = [source.code_hash for source in pool.submitted]
+        assert len(submitted) == len(set(submitted)) == 64
+        assert {emit(ops.get("gemm"), problem(SQUARE), config).code_hash for config in recorded.gated} <= set(submitted)
+
+    def test_trials_of_earlier_runs_are_submitted_before_they_are_gated(self, run: Run, store: Store) -> None:
+        best = self.finished(run, store)[0]
+        pool, recorded = self.pool(best), card()
+        result = run(recorded, trials=64, pool=pool)
+        assert {source.config for source in pool.submitted} == {*recorded.gated, best}
+        assert best not in recorded.gated
+        assert best not in result.finalists
+        assert result.record.config != best
+
+    def test_so_are_those_of_a_final_that_is_cut_short(self, run: Run, store: Store) -> None:
+        best = self.finished(run, store)[0]
+
+        def interrupt() -> None:
+            if not asked:
+                asked.append(1)
+                raise KeyboardInterrupt
+
+        asked: list[int] = []
+        recorded = card(on_measure=interrupt)
+        result = run(recorded, trials=96, pool=self.pool(best))
+        assert result.interrupted
+        assert best not in recorded.gated
+
+    def test_so_is_a_stored_row(self, run: Run, store: Store) -> None:
+        """Of which the search knows nothing."""
+        row = run(card(), trials=64).record
+        late = candidates(problem(SQUARE), H200)[-1]
+        code = emit(ops.get("gemm"), problem(SQUARE), late).code_hash
+        store.delete([row.key])
+        store.put(row.model_copy(update={"config": late, "source_hash": code}))
+        recorded = card()
+        recorded.times[late] = 1.0
+        assert run(recorded, trials=64, pool=self.pool(late), sampler="exhaustive").record.config != late
+        assert late not in recorded.gated
+        store.put(row.model_copy(update={"config": late, "source_hash": code}))
+        assert run(recorded, trials=64, pool=self.pool(), sampler="exhaustive").record.config == late
+
+    def test_what_the_simulator_has_passed_before_starts_no_compiler(
+        self, run: Run, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """That took seconds on the way to a final that takes seconds."""
+        best, *others = self.finished(run, store)
+        remembered = {emit(ops.get("gemm"), problem(SQUARE), config).code_hash for config in others}
+        monkeypatch.setattr(tune, "is_known_safe", lambda source: source.code_hash in remembered)
+        pool = self.pool()
+        run(card(), trials=64, pool=pool)
+        assert [source.config for source in pool.submitted] == [best]
+
+
 class TestEndings:
     def test_an_interrupted_run_keeps_its_best_and_says_so(self, run: Run, store: Store) -> None:
         rounds = iter(range(100))
@@ -474,13 +545,14 @@ class TestTwins:
         monkeypatch: pytest.MonkeyPatch,
         spread: str | None = None,
         broken: Mapping[str, BaseException] | None = None,
+        pool: InstantPool | None = None,
     ) -> TuneResult:
         child = SimpleNamespace(alive=True)
         cards = {name: RecordedCard(by_config, 200.0, noise=0.0, child=child) for name, by_config in times.items()}
         for name, error in (broken or {}).items():
             cards[name].broken = error
-        monkeypatch.setattr(tune, "Card", lambda _operator, problem, _seed: cards[problem.group_sizes])
-        monkeypatch.setattr(tuning, "CompilePool", lambda *_, **__: InstantPool())
+        monkeypatch.setattr(tune, "Card", lambda _operator, problem, *_: cards[problem.group_sizes])
+        monkeypatch.setattr(tuning, "CompilePool", lambda *_, **__: pool or InstantPool())
         return tune.tune(self.problem(spread), store, budget=Budget(8, 600))
 
     def test_the_winner_is_fast_on_each(
@@ -536,6 +608,25 @@ class TestTwins:
         times = {"dirichlet": alike, "even": {**alike, configs[0]: 110.0}, "zipf": alike}
         assert self.tuned(times, store, monkeypatch).record.config == late
 
+    def test_a_twins_winner_that_the_simulator_refuses_is_not_launched(
+        self, configs: list[Config], store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        late = candidates(self.problem(), H200)[30]
+        even = self.tuned({"even": self.others()}, store, monkeypatch, "even").record
+        store.put(even.model_copy(update={"config": late}))
+        alike = {**self.others(), late: 1.0, configs[0]: 100.0}
+        times = {"dirichlet": alike, "even": alike, "zipf": alike}
+        refused = InstantPool({late: CompileError("unsafe", "simulator: deadlock")})
+        assert self.tuned(times, store, monkeypatch, pool=refused).record.config == configs[0]
+        assert self.tuned(times, store, monkeypatch).record.config == late
+
+    def test_the_code_of_a_twin_is_compiled_and_simulated_once(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pool = InstantPool()
+        self.tuned(dict.fromkeys(("dirichlet", "even", "zipf"), self.others()), store, monkeypatch, pool=pool)
+        assert len(pool.submitted) == 8
+
     def test_a_config_that_fails_on_a_twin_is_out(
         self, configs: list[Config], store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -575,11 +666,11 @@ class TestLentCompilers:
         def __init__(self, first: int) -> None:
             super().__init__()
             self.first, self.closed = first, False
-            self.submitted: list[Any] = []
+            self.futures: list[Any] = []
 
         def submit(self, source: Any) -> Any:
-            future = super().submit(source) if len(self.submitted) < self.first else Future()
-            self.submitted.append(future)
+            future = super().submit(source) if len(self.futures) < self.first else Future()
+            self.futures.append(future)
             return future
 
         def __exit__(self, *_: object) -> None:
@@ -596,11 +687,11 @@ class TestLentCompilers:
         result = tune.tune(problem(SQUARE), store, budget=Budget(100, 0.0), pool=pool)
         assert result.state.tried <= 32
         assert not pool.closed
-        assert all(future.cancelled() for future in pool.submitted[32:])
+        assert all(future.cancelled() for future in pool.futures[32:])
 
     def test_rank_leaves_them_too(self, store: Store) -> None:
         pool: Any = self.Slow(first=3)
         result = rank.rank(problem(SQUARE), H200, store, budget=Budget(20, 0.0), pool=pool)
         assert result.record.origin == "predicted"
         assert not pool.closed
-        assert all(future.cancelled() for future in pool.submitted[3:])
+        assert all(future.cancelled() for future in pool.futures[3:])

@@ -60,6 +60,10 @@ _Softcap = Annotated[float | None, typer.Option(help="Scores of attention become
 _Lse = Annotated[bool, typer.Option("--lse", help="Attention also gives each row's log-sum-exp.")]
 _Exact = Annotated[bool, typer.Option("--exact", help="Attention rescales at every rise of a row's largest score.")]
 _Json = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout.")]
+_Limit = Annotated[
+    float,
+    typer.Option(min=1, max=3600, help="Seconds on the GPU after which a kernel counts as hung, and its process ends."),
+]
 _Target = Annotated[str | None, typer.Option(help="GPU to compile for: h200, h100, h100-pcie, h20, ….")]
 
 
@@ -122,6 +126,7 @@ def tune(
     sampler: Annotated[str, typer.Option(help="tpe, random, exhaustive, qmc or gp.")] = "tpe",
     seed: Annotated[int, typer.Option(help="Of the search and of the inputs.")] = 0,
     workers: Annotated[int | None, typer.Option(min=1, help="Compilers at once; one a core by default.")] = None,
+    limit: _Limit = 20.0,
     template: Annotated[list[str] | None, typer.Option(help="Only these templates; may be given again.")] = None,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile and rank; measure nothing.")] = False,
     target: _Target = None,
@@ -166,6 +171,7 @@ def tune(
         target=target,
         as_json=as_json,
         within=within,
+        limit=limit,
     )
     if untuned:
         if sizes or suite is not None:
@@ -342,6 +348,7 @@ def regress(
         bool | None, typer.Option("--gpu/--no-gpu", help="Insist on timing rows, or time none. As it comes by default.")
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Compilers at once; one a core by default.")] = None,
+    limit: _Limit = 20.0,
     as_json: _Json = False,
 ) -> None:
     """Check that tuned configs still hold. Exit status 1 if one does not.
@@ -352,7 +359,7 @@ def regress(
     from tlxgen import cli_regress
 
     outputs = cli_regress.Outputs(junit, markdown, as_json)
-    cli_regress.run(cache or [], outputs, update=update, suites=suites, gpu=gpu, workers=workers, log=_log)
+    cli_regress.run(cache or [], outputs, update=update, suites=suites, gpu=gpu, workers=workers, limit=limit, log=_log)
 
 
 @app.command()

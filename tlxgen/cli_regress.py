@@ -19,6 +19,7 @@ from tlxgen.errors import CacheError, OutputError, UnsupportedDeviceError
 from tlxgen.regress import ratchet, report, retime, rows
 from tlxgen.regress.findings import Outcome
 from tlxgen.toolchain import require_tlx
+from tlxgen.trials import LIMIT_S
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +47,7 @@ def run(
     gpu: bool | None,
     workers: int | None,
     log: Console,
+    limit: float = LIMIT_S,
 ) -> None:
     """Checks all rows of the files, by default of those that come with tlxgen, and reports.
 
@@ -57,6 +59,7 @@ def run(
         gpu: True to fail without a GPU to time rows on, False to leave it alone.
         workers: compilers at once; one a core by default.
         log: for progress and remarks.
+        limit: seconds on the GPU after which a kernel counts as hung.
 
     Raises:
         CacheInputError: a file cannot be read.
@@ -85,7 +88,7 @@ def run(
     compared = [
         o for file, found in by_file.items() for o in ratchet.compare(before[file], file, found, required=not files)
     ]
-    final = tuple(_retimed(compared, present, log))
+    final = tuple(_retimed(compared, present, limit, log))
     _report(report.Report(final, tuple(changes), present.slug if present else ""), outputs)
 
 
@@ -123,7 +126,7 @@ def _updated(
     return after, changes
 
 
-def _retimed(outcomes: Sequence[Outcome], present: Gpu | None, log: Console) -> Iterator[Outcome]:
+def _retimed(outcomes: Sequence[Outcome], present: Gpu | None, limit: float, log: Console) -> Iterator[Outcome]:
     """The outcomes, those of sound rows of this GPU's model with what the card finds."""
     count = sum(_can_be_timed(outcome, present) for outcome in outcomes)
     if not count:
@@ -143,7 +146,7 @@ def _retimed(outcomes: Sequence[Outcome], present: Gpu | None, log: Console) -> 
                 yield retime.not_tried(outcome)
             else:
                 with log.status(f"on the card, one of {count}: {outcome.row.name}"):
-                    found = retime.retime(outcome, retime.card)
+                    found = retime.retime(outcome, lambda problem: retime.card(problem, limit))
                 failures = failures + 1 if retime.card_failed(found) else 0
                 yield found
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from tlxgen import absent
 from tlxgen.config import Config
 
 #: Version of the row format. A row of another version is migrated when the database is opened.
@@ -21,6 +22,9 @@ Origin = Literal["measured", "predicted"]
 Positive = Annotated[float, Field(gt=0, lt=1e300, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, lt=1e300, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+#: A config that is kept: one that is older than a parameter of its search space is read as having it.
+KeptConfig = Annotated[Config, AfterValidator(absent.completed)]
 
 
 class DeviceKey(BaseModel):
@@ -61,7 +65,7 @@ class TunedRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: TuningKey
-    config: Config
+    config: KeptConfig
     origin: Origin
     source_hash: str
     time_us: Positive
@@ -126,7 +130,7 @@ class Trial(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)  # a launch reads none
 
-    config: Config
+    config: KeptConfig
     source_hash: str
     status: TrialStatus
     time_us: Positive | None = None

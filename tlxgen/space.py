@@ -51,10 +51,17 @@ class _Strict(BaseModel):
 
 
 class Parameter(_Strict):
-    """The values that one parameter may take, in the order in which they are enumerated."""
+    """The values that one parameter may take, in the order in which they are enumerated.
+
+    Attributes:
+        choices: the values.
+        why: what they are about.
+        absent: the choice that configs have which were written before the parameter was there (`tlxgen.absent`).
+    """
 
     choices: tuple[StrictBool | StrictInt | StrictStr, ...] = Field(min_length=1)
     why: str = ""
+    absent: StrictBool | StrictInt | StrictStr | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -67,6 +74,17 @@ class Parameter(_Strict):
         if len(set(choices)) < len(choices):  # 1 and true are twins too: expressions could not tell them apart
             raise ValueError(f"a choice appears twice in {list(choices)}; name each value once")
         return choices
+
+    @model_validator(mode="after")
+    def _absent_is_a_choice(self) -> Parameter:
+        if self.absent is not None and not self.allows(self.absent):
+            raise ValueError(f"absent: {self.absent!r} is not a choice; use one of {self.listed}")
+        return self
+
+    @property
+    def listed(self) -> str:
+        """The choices, in one line."""
+        return ", ".join(map(str, self.choices))
 
     def allows(self, value: Value) -> bool:
         """Whether `value` is a choice; `True` is not the choice 1."""
@@ -91,6 +109,11 @@ class Space(_Strict):
             if name in reserved:
                 raise ValueError(f"parameter {name!r} has a name that constraints read otherwise; rename it")
         return parameters
+
+    @cached_property
+    def absent(self) -> dict[str, Value]:
+        """What configs have that were written before a parameter was there, by the parameter's name."""
+        return {name: p.absent for name, p in self.parameters.items() if p.absent is not None}
 
     @cached_property
     def cheap(self) -> tuple[Constraint, ...]:
@@ -174,8 +197,7 @@ def _misfit(space: Space, config: Config) -> str | None:
         if name not in given:
             return f"{config.template} needs parameter {name!r}; give all of {known}"
         if not parameter.allows(given[name]):
-            choices = ", ".join(map(str, parameter.choices))
-            return f"{config.template}: {name} = {given[name]!r} is not a choice; use one of {choices}"
+            return f"{config.template}: {name} = {given[name]!r} is not a choice; use one of {parameter.listed}"
     return None
 
 

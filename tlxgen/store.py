@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tlxgen import database
+from tlxgen.config import Config
 from tlxgen.database import MEMORY, WAY_OUT, CacheWarning, warn
 from tlxgen.errors import CacheError
 from tlxgen.record import DeviceKey, Origin, Trial, TunedRecord, TuningKey
@@ -325,13 +326,14 @@ def _record(row: Row) -> TunedRecord | str:
             "device": {name: row[name] for name in DeviceKey.model_fields},
             "toolchain": row["toolchain"],
         }
-        parts = {"key": key, "config": json.loads(row["config"]), "versions": json.loads(row["versions"])}
+        config = Config.model_validate(json.loads(row["config"]))
+        parts = {"key": key, "config": config, "versions": json.loads(row["versions"])}
         record = TunedRecord.model_validate({**parts, **{name: row[name] for name in plain}})
     except (ValueError, TypeError, RecursionError) as error:
         return _first_line(error)
     if record.key.id != row["key_id"]:
         return f"it is filed under another key than its own, {record.key.id}"
-    return record if record.config.id == row["config_id"] else "its config is not the one that was stored"
+    return record if config.id == row["config_id"] else "its config is not the one that was stored"
 
 
 def _trial(row: Row) -> Trial | None:

@@ -28,8 +28,9 @@ from tlxgen.problem import Problem
 from tlxgen.process import Child
 from tlxgen.record import Trial, TrialStatus, TunedRecord, TuningKey
 from tlxgen.search import Search, effective_sampler, make_search
+from tlxgen.simulator.verdicts import is_known_safe
 from tlxgen.store import Store
-from tlxgen.trials import Card, Timing, timings
+from tlxgen.trials import LIMIT_S, Card, Timing, timings
 from tlxgen.tuning import Budget, Progress, State, TuneResult, compilers, nothing_works
 
 _LOOK_ROUNDS = 5
@@ -65,6 +66,7 @@ def tune(
     crowded: bool = False,
     child: Child | None = None,
     pool: CompilePool | None = None,
+    limit: float = LIMIT_S,
 ) -> TuneResult:
     """Measures candidates on this machine's GPU and keeps the best.
 
@@ -83,30 +85,31 @@ def tune(
         crowded: whether others already load the GPU, so that times can be kept provisionally at most.
         child: the process to measure in, which is left running; by default one of the run's own.
         pool: the compilers, which are left running, and simulate too; by default `workers` of the run's own.
+        limit: seconds on the card after which a candidate counts as hung.
 
     Raises:
         TuningError: every candidate failed; nothing is stored.
         GpuLostError: the GPU went away; what was finished is kept, and the same call goes on from there.
         KeyboardInterrupt: and nothing had been measured by then.
     """
-    card = Card(problem.operator, problem, seed)
+    card = Card(problem.operator, problem, seed, limit)
     if child is not None:
         card.child = child
     try:
         report = card.setup()
-        run = _Run(problem, card, report, store, budget or Budget(), templates, neighbours, crowded)
-        run.resume()
-        run.choose_search(sampler, seed)
-        try:
-            with compilers(pool, report.gpu, workers) as lent:
-                run.search_with(lent, progress)
-            return run.finish(interrupted=False)
-        except KeyboardInterrupt:
-            if not run.relative:
-                raise
-            return run.finish(interrupted=True)
-        except GpuLostError as error:
-            raise GpuLostError(f"{error}; {run.account()}; the same command goes on from there") from error
+        with compilers(pool, report.gpu, workers) as lent:
+            run = _Run(problem, card, report, store, budget or Budget(), templates, neighbours, crowded, lent)
+            run.resume()
+            run.choose_search(sampler, seed)
+            try:
+                run.explore(progress)
+                return run.finish(interrupted=False)
+            except KeyboardInterrupt:
+                if not run.relative:
+                    raise
+                return run.finish(interrupted=True)
+            except GpuLostError as error:
+                raise GpuLostError(f"{error}; {run.account()}; the same command goes on from there") from error
     finally:
         if child is None:
             card.close()
@@ -137,6 +140,7 @@ class _Run:
         templates: tuple[str, ...] | None,
         neighbours: Callable[[], int],
         crowded: bool,
+        pool: CompilePool,
     ) -> None:
         self.operator = ops.get(problem.operator)
         self.problem = problem
@@ -155,6 +159,8 @@ class _Run:
         self.incumbent = self._incumbent()
         self.neighbours = neighbours
         self.crowded = crowded
+        self.pool = pool
+        self.sound: set[str] = set()  # hashes of code that compilers and simulator have passed in this run
         self.processes = neighbours()  # ours among them, and whatever sat there before
 
     def _incumbent(self) -> TunedRecord | None:
@@ -170,7 +176,8 @@ class _Run:
 
     def resume(self) -> None:
         """Takes over the trials of earlier runs whose kernels have not changed."""
-        for trial in self._earlier(PROTOCOL):
+        # Of two trials of one config the last: an older tlxgen files it without the parameters that it does not know.
+        for trial in {trial.config: trial for trial in self._earlier(PROTOCOL)}.values():
             self.finished.add(trial.config)
             if trial.time_us is None:
                 self.known[trial.config] = None
@@ -179,7 +186,8 @@ class _Run:
                 relative = trial.time_us / (trial.peer_us or self.report.peer_us)
                 self.known[trial.config] = relative * self.report.peer_us
                 self._note(trial.config, relative)
-        self.untimed = [trial.config for trial in self._earlier(_GATE_PROTOCOL) if trial.config not in self.finished]
+        gated = dict.fromkeys(trial.config for trial in self._earlier(_GATE_PROTOCOL))
+        self.untimed = [config for config in gated if config not in self.finished]
         self.finished.update(self.untimed)
         self.state.tried = self.state.resumed = len(self.finished)
 
@@ -199,15 +207,15 @@ class _Run:
         for config, time_us in self.known.items():
             self.search.observe(config, time_us)
 
-    def search_with(self, pool: CompilePool, progress: Progress | None) -> None:
+    def explore(self, progress: Progress | None) -> None:
         """Looks at what has none, then proposes and measures until the budget or the space is used up."""
         size = max(8, min(32, 2 * (os.cpu_count() or 8)))
         for start in range(0, len(self.untimed), size):  # before the search proposes: it is to hear of them first
-            self._measure(self._compile(pool, self.untimed[start : start + size]), progress)
+            self._measure(self._compile(self.untimed[start : start + size]), progress)
         ahead: deque[_Batch] = deque()
         try:
             while True:
-                while len(ahead) < 2 and (batch := self._propose(pool, size, ahead)):
+                while len(ahead) < 2 and (batch := self._propose(size, ahead)):
                     ahead.append(batch)
                 if not ahead:
                     return
@@ -218,7 +226,7 @@ class _Run:
             for batch in ahead:
                 batch.cancel()
 
-    def _propose(self, pool: CompilePool, size: int, ahead: deque[_Batch]) -> _Batch | None:
+    def _propose(self, size: int, ahead: deque[_Batch]) -> _Batch | None:
         pending = sum(len(batch.entries) for batch in ahead)
         room = self.state.budget.trials - self.state.tried - pending
         late = self.state.elapsed > self.state.budget.seconds
@@ -226,11 +234,11 @@ class _Run:
             return None
         assert self.search is not None
         configs = self.search.propose(min(size, room))
-        return self._compile(pool, configs) if configs else None
+        return self._compile(configs) if configs else None
 
-    def _compile(self, pool: CompilePool, configs: list[Config]) -> _Batch:
+    def _compile(self, configs: list[Config]) -> _Batch:
         sources = [(config, emit(self.operator, self.problem, config)) for config in configs]
-        return _Batch([(config, source, pool.submit(source)) for config, source in sources])
+        return _Batch([(config, source, self.pool.submit(source)) for config, source in sources])
 
     def _measure(self, batch: _Batch, progress: Progress | None) -> None:
         """Gates what compiled and times what passed, in one interleaved measurement."""
@@ -239,7 +247,7 @@ class _Run:
             if self.state.elapsed > self.state.budget.seconds and not future.done() and (passed or self.relative):
                 future.cancel()  # out of time, and there is something to keep
                 continue
-            verdict = self._compiled_and_gated(config, source, future)
+            verdict = self._compiled_and_gated(self.card, source, future)
             if verdict.status == "ok":
                 passed[config.id] = (config, source)
                 self._passed(config, source, verdict)
@@ -256,12 +264,36 @@ class _Run:
         self._keep_provisionally()
         self.card.forget(list(passed))
 
-    def _compiled_and_gated(self, config: Config, source: KernelSource, future: Future[Binary]) -> Verdict:
+    def _compiled_and_gated(self, card: Card, source: KernelSource, future: Future[Binary] | None) -> Verdict:
+        """What stands before a timing: the compilers' and the simulator's answer, unless it is known, and the gate."""
         try:
-            future.result()
+            if future is not None:
+                future.result()
         except CompileError as error:
             return Verdict(error.kind, str(error))
-        return self.card.gate(config.id, source)
+        self.sound.add(source.code_hash)
+        return card.gate(source.config.id, source)
+
+    def _admitted(self, card: Card, problem: Problem, configs: Sequence[Config]) -> dict[str, Config]:
+        """Those that may be timed on a card, by name; that some were tried before says nothing of their code today.
+
+        What this run has not compiled and simulated, and the simulator has not passed in another, is submitted first,
+        all of it, so that it is looked at side by side.
+        """
+        sources = [emit(self.operator, problem, config) for config in configs]
+        unknown = [source for source in sources if not (source.code_hash in self.sound or is_known_safe(source))]
+        futures = {source.config: self.pool.submit(source) for source in unknown}
+        admitted = {}
+        for source in sources:
+            config = source.config
+            if not (config.id in card.sources and card.ready):
+                verdict = self._compiled_and_gated(card, source, futures.get(config))
+                if verdict.status != "ok":
+                    continue
+                if card is self.card:
+                    self.errors[config] = verdict.error or 0.0
+            admitted[config.id] = config
+        return admitted
 
     def _passed(self, config: Config, source: KernelSource, verdict: Verdict) -> None:
         self.errors[config] = verdict.error or 0.0
@@ -370,7 +402,7 @@ class _Run:
 
     def _timed_on(self, twin: Problem, configs: Sequence[Config]) -> dict[Config, Timing]:
         """One measurement of another problem, in the same process; nothing where that cannot be measured."""
-        card = Card(twin.operator, twin, self.card.seed)
+        card = Card(twin.operator, twin, self.card.seed, self.card.limit)
         card.child = self.card.child
         self.card.leave()
         try:
@@ -379,13 +411,7 @@ class _Run:
             raise
         except TuningError:
             return {}
-        passed = {
-            config.id: config
-            for config in configs
-            if card.gate(config.id, emit(self.operator, twin, config)).status == "ok"
-        }
-        found = timings(card.measure(list(passed), _SEMIFINAL_ROUNDS)) if passed else {}
-        return {passed[name]: timing for name, timing in found.items()}
+        return self._timed_together(card, twin, configs, _SEMIFINAL_ROUNDS)
 
     def _disturbance(self, timed: dict[Config, Timing]) -> str:
         return disturbance(timed.values(), self.neighbours() - self.processes, crowded=self.crowded)
@@ -395,19 +421,16 @@ class _Run:
         best = f", the best so far with {self.state.best_us:.1f} us" if self.state.best_us is not None else ""
         return f"{self.state.tried} trials ({self.state.failures_in_words or 'none failed'}) are kept{best}"
 
-    def _timings(self, configs: list[Config], rounds: int) -> dict[Config, Timing]:
-        """One interleaved measurement of those that (still) pass the gate."""
-        names = {config.id: config for config in configs if self._is_loaded(config)}
-        found = timings(self.card.measure(list(names), rounds)) if names else {}
-        return {names[name]: timing for name, timing in found.items()}
+    def _timings(self, configs: Sequence[Config], rounds: int) -> dict[Config, Timing]:
+        return self._timed_together(self.card, self.problem, configs, rounds)
 
-    def _is_loaded(self, config: Config) -> bool:
-        """Whether the card knows the candidate; those of earlier runs pass the gate again first."""
-        if config.id in self.card.sources and self.card.ready:
-            return True
-        verdict = self.card.gate(config.id, emit(self.operator, self.problem, config))
-        self.errors[config] = verdict.error or 0.0
-        return verdict.status == "ok"
+    def _timed_together(
+        self, card: Card, problem: Problem, configs: Sequence[Config], rounds: int
+    ) -> dict[Config, Timing]:
+        """One interleaved measurement of those that (still) may be timed."""
+        names = self._admitted(card, problem, configs)
+        found = timings(card.measure(list(names), rounds)) if names else {}
+        return {names[name]: timing for name, timing in found.items()}
 
     def _record(self, config: Config, timing: Timing, protocol: str = PROTOCOL) -> TunedRecord:
         return TunedRecord(

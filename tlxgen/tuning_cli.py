@@ -32,6 +32,7 @@ from tlxgen.shipped import import_shipped
 from tlxgen.staleness import is_tuned
 from tlxgen.store import Store
 from tlxgen.toolchain import require_tlx, toolchain
+from tlxgen.trials import LIMIT_S
 from tlxgen.tune import tune
 from tlxgen.tuning import Budget, State, TuneResult
 
@@ -67,6 +68,7 @@ class Options:
     target: str | None
     as_json: bool
     within: float | None = None  #: seconds after which no other problem of a list is begun
+    limit: float = LIMIT_S  #: seconds on the GPU after which a candidate counts as hung
 
 
 def run_untuned(operator: str | None, options: Options, log: Console) -> None:
@@ -213,6 +215,7 @@ def run(
                     crowded=crowded,
                     child=child,
                     pool=pool,
+                    limit=options.limit,
                 )
     typer.echo(json.dumps(as_dict(result)) if options.as_json else describe(problem, result))
     if result.interrupted:

@@ -26,6 +26,7 @@ CHECKS = {
     "compile": "it compiles, and the binary passes what tuning asks of it",
     "simulator": "the simulator finds no deadlock, race or wrong result",
     "protocol": "it was timed as finals are timed now",
+    "ratio": "the row claims no lower ratio to the library than was stored of its problem",
     "unrecorded": "the facts of its binary are in the ratchet",
     "facts": "they have not become worse",
     "removed": "a row of the ratchet is still there",

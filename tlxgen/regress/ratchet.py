@@ -2,7 +2,8 @@
 
 Beside it and not in the rows, because these facts follow from code and compiler: any machine can find them again. A row
 is evidence of a measurement, and what is not measured never rewrites it. The facts in it would also give a file of
-rows another hash, by which every user's database would import it anew.
+rows another hash, by which every user's database would import it anew. Each row's ratio to the library is here a second
+time, so that one that was tuned anew and is slower does not slip in among others.
 
 A ratchet turns one way by itself: facts may become better, shapes may be added. Everything else is an edit of this file
 that a review sees, made by `tlxgen regress --update` or, where a shape is given up, by hand.
@@ -11,7 +12,7 @@ that a review sees, made by `tlxgen regress --update` or, where a shape is given
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -22,6 +23,8 @@ from tlxgen.errors import CacheError, InvalidProblemError, OutputError
 from tlxgen.facts import Facts
 from tlxgen.record import TunedRecord
 from tlxgen.regress.findings import Finding, Outcome, Row
+from tlxgen.regress.retime import LEAST_FALL
+from tlxgen.regress.rows import is_final
 
 Fact: TypeAlias = int | tuple[str, ...]
 
@@ -35,12 +38,13 @@ _UPDATE = "if it is meant, `tlxgen regress --update` records it"
 
 
 class Kept(BaseModel):
-    """The facts of one row's binary, and the code (`source_hash`) that they are of."""
+    """The facts of one row's binary, the code (`source_hash`) that they are of, and the ratio that the row claims."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     row: str
     code: str
+    ratio: float | None = None  #: the library's time over the kernel's; None where no final has found it
     facts: dict[str, Fact]
 
 
@@ -131,6 +135,8 @@ def _compared(ratchet: Ratchet, outcome: Outcome) -> Outcome:
     if record is None or facts is None:
         return outcome
     kept = ratchet.rows.get(record.key.id)
+    if kept is not None:  # whatever the kernel: a ratio is of the problem
+        outcome = outcome.adding(*_of_ratio(kept.ratio, _ratio(record)))
     if kept is None or kept.code != record.source_hash:
         what = "no facts stored" if kept is None else "the stored facts are of another kernel of this problem"
         return outcome.adding(Finding("unrecorded", what, "`tlxgen regress --update` stores those of its binary"))
@@ -142,6 +148,23 @@ def _compared(ratchet: Ratchet, outcome: Outcome) -> Outcome:
         what = f"better than stored: {', '.join(better)}"
         outcome = outcome.adding(Finding("facts", what, "`tlxgen regress --update` keeps it so", red=False))
     return outcome
+
+
+def _of_ratio(before: float | None, now: float | None) -> Iterator[Finding]:
+    """What a row claims now, if that is another thing than it did."""
+    if before is None or now is None:
+        return
+    told = f"the row says {now:.3f} of the library's speed, and said {before:.3f}"
+    if now < before * (1 - LEAST_FALL):
+        remedy = f"tune again on a quiet card, or see which library has become faster; {_UPDATE}"
+        yield Finding("ratio", told, remedy)
+    elif now > before * (1 + LEAST_FALL):
+        yield Finding("ratio", told, "`tlxgen regress --update` keeps it so", red=False)
+
+
+def _ratio(record: TunedRecord) -> float | None:
+    """To so many digits as a measurement has, so that the file can be read."""
+    return round(record.ratio, 4) if record.ratio is not None and is_final(record) else None
 
 
 def _differences(stored: dict[str, Fact], found: dict[str, Fact]) -> tuple[list[str], list[str]]:
@@ -167,8 +190,8 @@ def _more(before: Fact, now: Fact) -> bool:
     return not (isinstance(before, tuple) and isinstance(now, tuple) and set(now) <= set(before))
 
 
-def _shown(fact: Fact) -> str:
-    return str(fact) if isinstance(fact, int) else ", ".join(fact) or "none"
+def _shown(fact: Fact | float) -> str:
+    return str(fact) if isinstance(fact, int | float) else ", ".join(fact) or "none"
 
 
 def _plain(facts: Facts) -> dict[str, Fact]:
@@ -190,7 +213,7 @@ def updated(
         record, facts = outcome.row.record, outcome.facts
         if record is None or facts is None:
             continue
-        now = Kept(row=outcome.row.name, code=record.source_hash, facts=_plain(facts))
+        now = Kept(row=outcome.row.name, code=record.source_hash, ratio=_ratio(record), facts=_plain(facts))
         change = _change(rows.get(record.key.id), now)
         if change:
             rows[record.key.id] = now
@@ -214,14 +237,15 @@ def _change(before: Kept | None, now: Kept) -> str:
     """What is new, in words; empty if nothing is."""
     if before is None:
         return "facts stored"
+    ratio = [f"ratio {_maybe(before.ratio)} → {_maybe(now.ratio)}"] if before.ratio != now.ratio else []
     if before.code != now.code:
-        return "facts of another kernel stored"
+        return ", ".join(["facts of another kernel stored", *ratio])
     names = sorted(before.facts.keys() | now.facts.keys())
     old, new = before.facts.get, now.facts.get
-    return ", ".join(f"{n} {_maybe(old(n))} → {_maybe(new(n))}" for n in names if old(n) != new(n))
+    return ", ".join([*ratio, *(f"{n} {_maybe(old(n))} → {_maybe(new(n))}" for n in names if old(n) != new(n))])
 
 
-def _maybe(fact: Fact | None) -> str:
+def _maybe(fact: Fact | float | None) -> str:
     return "none stored" if fact is None else _shown(fact)
 
 

@@ -36,7 +36,9 @@ from tlxgen.trials import Card, timings
 _ROUNDS = 31
 _STORED_ROUNDS = 31  # of the final that a row comes from
 _ERRORS = 3.0
-_LEAST_FALL = 0.02
+
+#: A ratio that falls by a smaller part has not fallen: cards of one model differ.
+LEAST_FALL = 0.02
 
 #: Median over mean, as standard errors of a normal distribution; and its quartiles apart, in standard deviations.
 _OF_A_MEDIAN = math.sqrt(math.pi / 2)
@@ -68,9 +70,9 @@ class Timer(Protocol):
 MakeTimer: TypeAlias = Callable[[Problem], Timer]
 
 
-def card(problem: Problem) -> Timer:
-    """The card of this machine."""
-    return Card(problem.operator, problem, seed=2)  # of inputs that tuning has not seen
+def card(problem: Problem, limit: float) -> Timer:
+    """The card of this machine, on which a kernel may take so many seconds."""
+    return Card(problem.operator, problem, seed=2, limit=limit)  # of inputs that tuning has not seen
 
 
 def is_of(gpu: Gpu | None, row: Row) -> bool:
@@ -133,7 +135,7 @@ def _measured(timer: Timer, record: TunedRecord, stored: float, rounds: int) -> 
     ratios = [b / a for a, b in zip(samples[_NAME], samples[PEER], strict=True)]
     now = _standard_error(_quartile_range(ratios), rounds)
     then = stored * _standard_error(record.spread_us / record.time_us, _STORED_ROUNDS)
-    margin = max(_LEAST_FALL * stored, _ERRORS * math.hypot(now, then))
+    margin = max(LEAST_FALL * stored, _ERRORS * math.hypot(now, then))
     return Retimed(timing.time_us, timing.peer_us, statistics.median(ratios), stored, margin, rounds)
 
 

@@ -21,12 +21,16 @@ _PACKAGE = Path(__file__).parents[1]
 
 def why_unsafe(source: KernelSource) -> str | None:
     """The first thing that the simulator finds, or None if the kernel may be launched."""
-    path = paths.user_cache_dir() / "simulated" / _version() / f"{source.code_hash}.json"
-    known, verdict = _recall(path)
+    known, verdict = _recall(source)
     if not known:
         verdict = _simulate(source)
-        _remember(path, verdict)
+        _remember(source, verdict)
     return verdict
+
+
+def is_known_safe(source: KernelSource) -> bool:
+    """Whether the simulator has passed this kernel before; simulates nothing."""
+    return _recall(source) == (True, None)
 
 
 def _simulate(source: KernelSource) -> str | None:
@@ -39,17 +43,22 @@ def _simulate(source: KernelSource) -> str | None:
     return f"{first.kind} at {first.place}: {' '.join(first.message.split())}"
 
 
-def _recall(path: Path) -> tuple[bool, str | None]:
+def _place(source: KernelSource) -> Path:
+    return paths.user_cache_dir() / "simulated" / _version() / f"{source.code_hash}.json"
+
+
+def _recall(source: KernelSource) -> tuple[bool, str | None]:
+    """Whether there is a verdict, and which."""
     try:
-        verdict = json.loads(path.read_text(encoding="utf-8"))["unsafe"]
+        verdict = json.loads(_place(source).read_text(encoding="utf-8"))["unsafe"]
     except (OSError, ValueError, KeyError, TypeError):
         return False, None
     return verdict is None or isinstance(verdict, str), verdict
 
 
-def _remember(path: Path, verdict: str | None) -> None:
+def _remember(source: KernelSource, verdict: str | None) -> None:
     with contextlib.suppress(OSError):
-        paths.write_atomically(path, json.dumps({"unsafe": verdict}))
+        paths.write_atomically(_place(source), json.dumps({"unsafe": verdict}))
 
 
 @functools.cache
