@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlxgen import accuracy, eligible, functional, functional_scaled, ops, runtime
+from tests.test_library import compiled
+from tlxgen import accuracy, eligible, functional, functional_scaled, library, ops, runtime
 from tlxgen.runtime import Choice, Kernel
 
 E, ROWS, N, K = 3, 40, 32, 48
@@ -112,3 +113,49 @@ def test_what_is_no_tensor_is_refused_by_torch() -> None:
     a, b, scale_a, scale_b, offs = (None,) * 5
     with pytest.raises(TypeError, match="_scaled_grouped_mm"):
         functional.scaled_grouped_mm(a, b, scale_a, scale_b, offs=offs)  # type: ignore[arg-type]
+
+
+class TestGraphs:
+    @pytest.fixture(autouse=True)
+    def _kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(library, "kernels_here", lambda: True)
+        torch._dynamo.reset()
+
+    def test_opcheck(self, inputs: dict[str, Any], served: list[Any]) -> None:
+        """But for the schema, of which torch asks by arithmetic that 8-bit floats do not have."""
+        checks = ("test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(torch.ops.tlxgen.scaled_grouped_mm, tuple(inputs.values()), test_utils=checks)
+
+    def test_a_product_is_whole_and_what_it_is_outside(self, inputs: dict[str, Any], served: list[Any]) -> None:
+        model, graphs = compiled(lambda **named: functional.scaled_grouped_mm(**named).relu())
+        assert torch.equal(model(**inputs), functional.scaled_grouped_mm(**inputs).relu())
+        assert [name for name in graphs.operators if "mm" in name] == ["tlxgen.scaled_grouped_mm.default"]
+
+    def test_any_number_of_tokens_is_one_graph(self, served: list[Any]) -> None:
+        model, graphs = compiled(functional.scaled_grouped_mm, dynamic=True)
+        for rows in (40, 56, 72):
+            call = GROUPED.inputs(GROUPED.problem((E, rows, N, K), dtype="e4m3"), "cpu", 0)
+            a, b, scale_a, scale_b, offs = (call[name] for name in ("a", "b", "scale_a", "scale_b", "offs"))
+            out = model(a, b, scale_a, scale_b, offs=offs)
+            assert torch.equal(out, functional.scaled_grouped_mm(a, b, scale_a, scale_b, offs=offs))
+        assert (graphs.compiled, graphs.operators.count("tlxgen.scaled_grouped_mm.default")) == (1, 1)
+
+    def test_torch_computes_where_nothing_is_better(self, inputs: dict[str, Any], theirs: list[Any]) -> None:
+        """Of a problem that has no kernel, which only the call itself can tell."""
+        torch.ops.tlxgen.scaled_grouped_mm(*inputs.values())
+        assert [call["use_fast_accum"] for call in theirs] == [True]
+
+    @pytest.mark.parametrize("case", ["exact sums", "no kernels here", "other scales"])
+    def test_what_is_torchs_stays_torchs(
+        self, case: str, inputs: dict[str, Any], served: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        changes: dict[str, Any] = {"use_fast_accum": False} if case == "exact sums" else {}
+        if case == "no kernels here":
+            monkeypatch.setattr(library, "kernels_here", lambda: False)
+        if case == "other scales":
+            changes = {"scale_b": inputs["scale_b"][:, :1]}
+        monkeypatch.setattr(torch, "_scaled_grouped_mm", lambda a, b, *_, **__: a.float() @ b[0].float())
+        model, graphs = compiled(functional.scaled_grouped_mm)
+        model(**{**inputs, **changes})
+        assert not any("tlxgen" in name for name in graphs.operators)
+        assert served == []

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import pytest
 from triton import knobs
 
-from tests import stub_cuda
+from tests import stub_cuda, stub_hip
 from tlxgen import launch
 
 HERE = Path(__file__).parent
@@ -159,11 +159,39 @@ class TestTheDriver:
         assert not reached(operator, tmp_path, triton=UPSTREAM)["dispatched"]
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler, which Triton's launchers need as well")
+@pytest.mark.parametrize("triton", [None, *([UPSTREAM] if UPSTREAM else [])], ids=lambda path: path or "installed")
+@pytest.mark.parametrize(
+    ("operator", "architecture"), [*((operator, "gfx942") for operator in stub_cuda.PROBLEMS), ("gemm", "gfx950")]
+)
+def test_amds_driver_gets_plain_triton_by_tritons_own_launcher(
+    operator: str, architecture: str, triton: str | None, tmp_path: Path
+) -> None:
+    """Down to `hipModuleLaunchKernel`: grid, threads in warps of 64, shared memory and each argument."""
+    launched, found = printed("stub_hip.py", tmp_path, operator, str(tmp_path), architecture, triton=triton)
+    _, x, y, z, threads, shared, stream, function, *params = launched
+    assert [int(x), int(y), int(z)] == found["grid"]
+    assert (int(threads), int(shared)) == (found["threads"], found["shared"])
+    assert (int(stream, 16), int(function, 16)) == (stub_cuda.STREAM, stub_hip.FUNCTION)
+    assert not found["dispatched"]
+    check_parameters(params, found)
+
+
 def reached(operator: str, folder: Path, *words: str, triton: str | None = None) -> dict[str, Any]:
     """Launches in a process of its own, and holds what reached the driver against what was given."""
+    launched, found = printed("stub_cuda.py", folder, operator, str(folder), *words, triton=triton)
+    _, x, y, z, stream, function, *params = launched
+    assert [int(x), int(y), int(z)] == found["grid"]
+    assert (int(stream, 16), int(function, 16)) == (stub_cuda.STREAM, stub_cuda.FUNCTION)
+    check_parameters(params, found)
+    return found
+
+
+def printed(script: str, folder: Path, *words: str, triton: str | None = None) -> tuple[list[str], dict[str, Any]]:
+    """What a driver that computes nothing was given, in words, and what the script says that it gave."""
     path = os.pathsep.join([*([triton] if triton else []), str(HERE.parent)])
     done = subprocess.run(
-        [sys.executable, str(HERE / "stub_cuda.py"), operator, str(folder), *words],
+        [sys.executable, str(HERE / script), *words],
         env={**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(folder / "triton")},
         capture_output=True,
         text=True,
@@ -171,13 +199,14 @@ def reached(operator: str, folder: Path, *words: str, triton: str | None = None)
     )
     assert done.returncode == 0, done.stderr
     launched, told = done.stdout.splitlines()
-    _, x, y, z, stream, function, *params = launched.split()
     found: dict[str, Any] = json.loads(told)
-    assert [int(x), int(y), int(z)] == found["grid"]
-    assert (int(stream, 16), int(function, 16)) == (stub_cuda.STREAM, stub_cuda.FUNCTION)
+    return launched.split(), found
+
+
+def check_parameters(params: list[str], found: dict[str, Any]) -> None:
+    """Whether the kernel's parameters are the arguments that were given."""
     values = [stub_cuda.value(kind, raw) for (kind, _), raw in zip(found["given"], params, strict=True)]
     assert values == pytest.approx([given for _, given in found["given"]], rel=1e-6, abs=0)
-    return found
 
 
 class TestTheUsersSetting:

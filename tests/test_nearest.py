@@ -136,7 +136,8 @@ class TestNearest:
         assert find(gemm(4097, 4096, 4096), elsewhere, old)[0] is None
         rows = Neighbourhood("gemm", [elsewhere, old])
         told = rows.elsewhere(gemm(4096, 4096, 4096), H200, TOOLCHAIN)
-        assert told == "it was tuned for fbtriton 3.6.0, ptxas 12.8.93, gpu h100 (132 SMs)"
+        where = "it was tuned for fbtriton 3.6.0, ptxas 12.8.93, gpu h100 (132 SMs)"
+        assert told == f"{where}, and a row serves its own GPU model and toolchain alone"
         assert rows.elsewhere(gemm(4096, 4096, 64), H200, TOOLCHAIN) == ""
 
     def test_another_sm_count_is_another_gpu(self) -> None:

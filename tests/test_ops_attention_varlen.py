@@ -18,6 +18,7 @@ from tlxgen.candidates import candidates
 from tlxgen.config import Config
 from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError, LaunchError
+from tlxgen.ops import attention_varlen_torch
 from tlxgen.ops.attention_varlen import AttentionVarlenProblem, Lengths, drawn_lengths
 from tlxgen.simulator import meanings
 from tlxgen.simulator.machine import Machine
@@ -384,3 +385,26 @@ class TestCall:
         assert "unit strides" in str(VARLEN.launchable(made, vanilla, {**inputs, "q": turned}, out))
         apart = torch.zeros(6, dtype=torch.int32)[::2]
         assert "not contiguous" in str(VARLEN.launchable(made, tma, {**inputs, "cu_seqlens_kv": apart}, out))
+
+
+@pytest.mark.parametrize(
+    ("lie", "taken"),
+    [
+        (lambda x: x, True),
+        (lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), True),
+        (lambda x: x[:1].expand(6, 2, 16), True),
+        (lambda x: x.repeat(1, 1, 2)[..., :16], True),
+        (lambda x: x.repeat(1, 1, 2)[..., ::2], False),
+        (lambda x: x.repeat(1, 1, 2)[..., 1:17], False),
+        (lambda x: torch.nn.functional.pad(x, (0, 1))[..., :16], False),
+    ],
+    ids=["dense", "heads between rows", "one for all", "padded", "every other", "late", "an odd pitch"],
+)
+def test_flash_attention_is_given_what_it_reads_right(lie: Any, taken: bool) -> None:
+    """It reads 16 bytes at a time, and does not look whether it may."""
+    x = lie(torch.randn(6, 2, 16).bfloat16())
+    found = attention_varlen_torch._readable(x)
+    assert torch.equal(found, x)
+    assert (found is x) == taken
+    assert found.stride(-1) == 1
+    assert found.data_ptr() % 16 == 0

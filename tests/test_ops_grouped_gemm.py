@@ -19,6 +19,7 @@ from tlxgen.candidates import candidates
 from tlxgen.config import Config
 from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError, LaunchError
+from tlxgen.ops import grouped_gemm_torch
 from tlxgen.ops.grouped_gemm_problem import EPILOGUES, GroupedGemmProblem, drawn_sizes
 from tlxgen.selection import select
 from tlxgen.simulator import meanings
@@ -622,3 +623,32 @@ class TestChoice:
         assert choice.origin in ("nearest", "default")
         assert choice.config is not None
         assert choice.config.template == "grouped_gemm_tma"
+
+
+class TestTorchsOwn:
+    """It reads ends as if they were contiguous, and matrices 16 bytes at a time, without a look."""
+
+    def test_ends_that_have_holes_are_closed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = GROUPED.problem((3, 40, 24, 16))
+        inputs = GROUPED.inputs(made, "cpu", 0)
+        apart = torch.zeros(6, dtype=torch.int32)
+        apart[::2] = inputs["offs"]
+        given: list[torch.Tensor] = []
+
+        def theirs(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+            given.append(offs)
+            return a @ b[0]
+
+        monkeypatch.setattr(torch, "_grouped_mm", theirs, raising=False)
+        GROUPED.eager(made, {**inputs, "offs": apart[::2]})
+        assert given[0].is_contiguous()
+        assert torch.equal(given[0], inputs["offs"])
+
+    def test_matrices_that_lie_oddly_far_apart_are_copied(self) -> None:
+        memory = torch.randn(3 * (16 * 24 + 3)).bfloat16()
+        oddly = memory.as_strided((3, 16, 24), (16 * 24 + 3, 24, 1))
+        found = grouped_gemm_torch._taken(oddly)
+        assert torch.equal(found, oddly)
+        assert found.stride(0) % 8 == 0
+        whole = oddly.contiguous()
+        assert grouped_gemm_torch._taken(whole) is whole

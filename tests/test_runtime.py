@@ -331,6 +331,17 @@ class TestSelection:
         with pytest.raises(NoKernelError, match="2048"):
             tlxgen.get_kernel("gemm", problem(2048, 2048, 2048), strict=True)
 
+    @pytest.mark.parametrize("near", [True, False], ids=["beside a neighbour", "beside the default"])
+    def test_a_row_of_this_very_problem_for_another_gpu_is_told(self, near: bool) -> None:
+        """Whoever sees another config served has to learn that there is one, and why it is not this one."""
+        neighbours = [record(problem(1024, 1024, 1152), config=default_config(problem(), H200))] if near else []
+        keep(record(problem(), gpu=target("h100")), *neighbours)
+        choice = select(problem(), H200)
+        assert choice.origin == ("nearest" if near else "default")
+        told = "it was tuned for gpu h100 (132 SMs), and a row serves its own GPU model and toolchain alone"
+        assert choice.passed_over[1] == told
+        assert told in choice.explain()
+
     def test_without_a_row_the_models_favourite_runs_and_the_miss_is_noted(self) -> None:
         choice = select(problem(), H200)
         assert choice.origin == "default"

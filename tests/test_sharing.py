@@ -92,8 +92,15 @@ def decoding(length: int) -> Problem:
     return cast("Problem", ops.get("attention").problem(sizes, kv_heads=8, kv_len=length, causal="bottom-right"))
 
 
+def packed(length: int) -> Problem:
+    """A batch of 64 sequences, 8192 tokens, the longest sequence of this length."""
+    return cast("Problem", ops.get("attention_varlen").problem((64, 32, 8192, 128), max_q=max(128, length)))
+
+
 @pytest.mark.parametrize(
-    ("made", "most"), [(gemm, 16), (prefill, 6), (decoding, 4)], ids=["gemm", "attention", "decoding"]
+    ("made", "most"),
+    [(gemm, 16), (prefill, 6), (decoding, 4), (packed, 6)],
+    ids=["gemm", "attention", "decoding", "packed sequences"],
 )
 def test_five_hundred_random_lengths_compile_a_handful_and_tune_nothing(made: Any, most: int) -> None:
     """The numbers of docs/runtime.md; each length costs a choice, none a compilation of its own."""

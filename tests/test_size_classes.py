@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tlxgen import misses, ops
@@ -53,6 +53,34 @@ def test_a_representative_differs_in_running_lengths_alone(rows: int, keys: int,
     assert representative(one) == one
     fixed = set(problem.model_dump()) - set(problem.running)
     assert all(getattr(one, name) == getattr(problem, name) for name in fixed)
+
+
+@given(
+    batch=st.integers(1, 300),
+    totals=st.tuples(st.integers(1, 2**16), st.integers(1, 2**16)),
+    longer=st.tuples(st.floats(1, 40), st.floats(1, 40)),
+)
+@example(batch=3, totals=(2100, 2100), longer=(1.0, 1.0))
+def test_a_representative_of_packed_sequences_holds_as_many_rows(
+    batch: int, totals: tuple[int, int], longer: tuple[float, float]
+) -> None:
+    """However even they are: a longest sequence that was rounded down alone may not hold its share of the total."""
+    most = [math.ceil(total / batch * factor) for total, factor in zip(totals, longer, strict=True)]
+    fields: dict[str, Any] = {"total_kv": totals[1], "max_q": most[0], "max_kv": most[1], "causal": "bottom-right"}
+    problem = ops.get("attention_varlen").problem((batch, 8, totals[0], 128), **fields)
+    one = representative(problem)
+    assert representative(one) == one
+    assert (one.B, one.total_q, one.total_kv) == tuple(rounded_down(n, 1) for n in (batch, *totals))
+
+
+def test_packed_batches_of_one_size_make_few_classes() -> None:
+    """As in training: batches of 8192 tokens, of different documents each."""
+    batches = [(batch, longest) for batch in range(8, 33) for longest in range(1024, 2048, 7)]
+    made = (
+        ops.get("attention_varlen").problem((batch, 8, 8192, 128), max_q=longest, max_kv=longest)
+        for batch, longest in batches
+    )
+    assert len({representative(problem) for problem in made}) <= 48
 
 
 def test_operators_round_lengths_only() -> None:

@@ -46,8 +46,11 @@ def flash_takes(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scal
     """Whether `by_flash` has the problem.
 
     The flash kernels align the diagonal bottom-right, have no softcap as torch calls them, and hide scores by minus
-    infinity before they scale them, which takes a positive scale. Torch says which GPUs they run on.
+    infinity before they scale them, which takes a positive scale. Torch says which GPUs they run on; of those for
+    AMD's, which keep other numbers between forward and backward, nobody has seen the results.
     """
+    if torch.version.hip:
+        return False
     if problem.softcap or problem.causal == "top-left" or not (scale is None or scale > 0):
         return False
     # Without the mask: torch's own forward refuses a causal one that is not square, its backward does not.
@@ -63,7 +66,7 @@ def by_flash(
     scale: float | None,
 ) -> Gradients:
     """Gradients from q, k, v and out (`tensors`), and from each row's natural log-sum-exp (B, H, S) in float32."""
-    q, k, v, out = (_aligned(tensor).transpose(1, 2) for tensor in tensors)
+    q, k, v, out = (aligned(tensor).transpose(1, 2) for tensor in tensors)
     if problem.kv_len < problem.S:  # of rows that see nothing: exp(-inf - lse) is to be 0
         lse = lse.masked_fill(torch.isneginf(lse), float("inf"))
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
@@ -82,10 +85,10 @@ def by_flash(
     return grad_q, grad_k, grad_v
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if its rows do not begin where vectors may."""
     size = tensor.element_size()
-    if tensor.data_ptr() % _ALIGNMENT or any(stride * size % _ALIGNMENT for stride in tensor.stride()[:3]):
+    if tensor.data_ptr() % _ALIGNMENT or any(stride * size % _ALIGNMENT for stride in tensor.stride()[:-1]):
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor
 

@@ -4,28 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compiler.disable`, which would import the compiler at once, for those who do not compile too."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            hidden: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-            return hidden(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
 
 
 def transformed() -> bool:

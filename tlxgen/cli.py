@@ -216,7 +216,7 @@ def show(
     from tlxgen import devices, runtime
 
     problem = parse(operator, sizes, **_problem_options(locals()))
-    gpu = devices.target(target) if target else devices.detect()
+    gpu = devices.target(target) if target else devices.present()
     kernel = runtime.Kernel(problem, runtime.select(problem, gpu, note_miss=False), gpu)
     if as_json:
         config = kernel.config.model_dump() if kernel.config else None

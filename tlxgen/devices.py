@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from tlxgen.errors import UnsupportedDeviceError
 from tlxgen.record import DeviceKey
@@ -22,7 +23,10 @@ class Hopper:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU model. Bandwidth in bytes/s, rates in FLOP/s, clock in Hz."""
+    """One GPU model. Bandwidth in bytes/s, rates in FLOP/s, clock in Hz.
+
+    `capability` is the compute capability whose rules configs are held to; what code is compiled for is `target`.
+    """
 
     slug: str
     sm_count: int
@@ -31,11 +35,18 @@ class Gpu:
     bandwidth: float
     l2_bytes: int
     rates: dict[str, float] = field(hash=False)
+    architecture: str = ""  #: one of `AMD`; empty for NVIDIA's, whose capability says it
 
     @property
     def key(self) -> DeviceKey:
         """The part of a cache key that names this GPU."""
-        return DeviceKey(gpu=self.slug, sm_count=self.sm_count, capability="{}.{}".format(*self.capability))
+        capability = self.architecture or "{}.{}".format(*self.capability)
+        return DeviceKey(gpu=self.slug, sm_count=self.sm_count, capability=capability)
+
+    @property
+    def target(self) -> tuple[int, int] | str:
+        """What compilers are told (`tlxgen.compile.Architecture`)."""
+        return self.architecture or self.capability
 
 
 _TERA = 1e12
@@ -59,6 +70,12 @@ def _hopper(slug: str, sm_count: int, clock_mhz: int, tb_per_s: float, l2_mb: in
         rates={name: rate * _TERA for name, rate in rates.items()},
     )
 
+
+#: AMD's architectures that plain Triton is compiled for, CDNA 3 and 4 → a capability of NVIDIA's whose rules hold:
+#: no more shared memory than the 64 and 160 KiB of LDS (CDNA 3 and CDNA 4 ISA documents), and `float8_e4m3fn` on
+#: CDNA 4 alone (CDNA 3 has 8-bit floats of another kind). Eight warps, the most that plain Triton takes, are 512
+#: threads there.
+AMD: dict[str, tuple[int, int]] = {"gfx942": (7, 5), "gfx950": (8, 9)}
 
 #: Names that `--target` takes.
 TARGETS: dict[str, Gpu] = {
@@ -103,7 +120,7 @@ def target(name: str) -> Gpu:
 
 
 def detect(index: int | None = None) -> Gpu | None:
-    """The CUDA GPU of this process (the current one, or `index`), or None where there is none.
+    """NVIDIA's GPU of this process (the current one, or `index`), or None where there is none.
 
     A model missing from `TARGETS` takes the rates of the nearest Hopper part scaled by its SM count; those feed the
     analytic ranking only, never a stored number.
@@ -113,17 +130,39 @@ def detect(index: int | None = None) -> Gpu | None:
     if not torch.cuda.is_available() or torch.version.hip:
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    return _described(properties, (properties.major, properties.minor))
+
+
+def present(index: int | None = None) -> Gpu | None:
+    """The GPU that kernels may be served on: as `detect`, or one of AMD's that plain Triton is compiled for.
+
+    An AMD GPU has a capability of its own numbering, which says nothing here: gfx90a is 9.0, as Hopper is.
+    """
+    import torch
+
+    if not (torch.version.hip and torch.cuda.is_available()):
+        return detect(index)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    architecture = str(properties.gcnArchName).partition(":")[0]  # gfx942:sramecc+:xnack-
+    if architecture not in AMD:
+        return None
+    return _described(properties, AMD[architecture], architecture)
+
+
+def _described(properties: Any, capability: tuple[int, int], architecture: str = "") -> Gpu:
+    """A GPU as torch describes it."""
     slug = slug_of(properties.name)
     known = TARGETS.get(slug, TARGETS["h100"])
     scale = properties.multi_processor_count / known.sm_count
     return Gpu(
         slug=slug,
         sm_count=properties.multi_processor_count,
-        capability=(properties.major, properties.minor),
+        capability=capability,
         clock=known.clock,
         bandwidth=known.bandwidth,
         l2_bytes=properties.L2_cache_size,
         rates={name: rate * scale for name, rate in known.rates.items()},
+        architecture=architecture,
     )
 
 

@@ -3,16 +3,14 @@
     >>> from tlxgen import functional as F
     >>> out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # doctest: +SKIP
 
-Kernels come from `tlxgen.get_kernel`. In a graph of `torch.compile` operators of `tlxgen.library` stand for the calls,
-but for those of `scaled_grouped_mm`: the graph is left before them and taken up after them, which `fullgraph=True`
-refuses.
+Kernels come from `tlxgen.get_kernel`. In a graph of `torch.compile` operators of `tlxgen.library` stand for the calls.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from tlxgen import attention_backward as backward
 from tlxgen import eligible, library, ops, torch_own
 from tlxgen.calls import as_given, transformed
 from tlxgen.errors import InvalidProblemError, LaunchError
+from tlxgen.functional_add import add
 from tlxgen.functional_grouped import grouped_mm
 from tlxgen.functional_matmul import linear, matmul
 from tlxgen.functional_moe import fused_moe
@@ -31,7 +30,11 @@ from tlxgen.pinning import pinned
 from tlxgen.runtime import Choice, Kernel, get_kernel
 from tlxgen.taken import Taken
 
+if TYPE_CHECKING:
+    from tlxgen.functional_varlen import varlen_attn
+
 __all__ = [
+    "add",
     "attention",
     "fused_moe",
     "grouped_mm",
@@ -39,11 +42,22 @@ __all__ = [
     "matmul",
     "scaled_dot_product_attention",
     "scaled_grouped_mm",
+    "varlen_attn",
 ]
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 _LARGEST_HEAD = 256
 _NUMBERS = frozenset({int, float})
+
+
+def __getattr__(name: str) -> Any:
+    """`varlen_attn`, imported when it is first asked for: what torch has of it brings torch's compiler (PEP 562)."""
+    if name != "varlen_attn":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from tlxgen.functional_varlen import varlen_attn
+
+    globals()[name] = varlen_attn
+    return varlen_attn
 
 
 def scaled_dot_product_attention(

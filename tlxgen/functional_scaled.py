@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tlxgen import eligible, ops
-from tlxgen.calls import transformed, untraced
+from tlxgen import eligible, library, library_grouped, ops
+from tlxgen.calls import transformed
 from tlxgen.errors import InvalidProblemError
 from tlxgen.lookups import Lookups
 from tlxgen.pinning import pinned
@@ -21,7 +23,6 @@ __all__ = ["scaled_grouped_mm"]
 _DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float32, torch.float32, torch.int32)
 
 
-@untraced
 def scaled_grouped_mm(
     mat_a: Tensor,
     mat_b: Tensor,
@@ -52,18 +53,44 @@ def scaled_grouped_mm(
     """
     given = (mat_a, mat_b, scale_a, scale_b, offs)
     if use_fast_accum and out_dtype == torch.bfloat16 and _plain(given):
-        kernel = _find(given)
-        if kernel is not None:
-            return kernel(mat_a, mat_b, scale_a=scale_a, scale_b=scale_b, offs=offs)
-    result: Tensor = torch._scaled_grouped_mm(  # noqa: SLF001 - its oldest name
-        mat_a, mat_b, scale_a, scale_b, offs=offs, out_dtype=out_dtype, use_fast_accum=use_fast_accum
-    )
+        if not torch.compiler.is_compiling():
+            return product(given)
+        if library.kernels_here() and _fits(given):
+            whole: Tensor = library_grouped.scaled_grouped_mm(*given)
+            return whole
+    return _torch(given, offs=offs, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+
+
+def product(given: tuple[Tensor, ...]) -> Tensor:
+    """Of tensors as kernels take them: by a kernel, or by torch where there is nothing better."""
+    a, b, scale_a, scale_b, offs = given
+    kernel = _find(given)
+    if kernel is None:
+        return _torch(given, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return kernel(a, b, scale_a=scale_a, scale_b=scale_b, offs=offs)
+
+
+def _torch(given: tuple[Tensor, ...], **named: Any) -> Tensor:
+    a, b, scale_a, scale_b, _ = given
+    result: Tensor = torch._scaled_grouped_mm(a, b, scale_a, scale_b, **named)  # noqa: SLF001 - its oldest name
     return result
 
 
 def _plain(given: tuple[Tensor, ...]) -> bool:
     """Whether kernels see all that there is to these tensors, and they are what kernels are for."""
-    return eligible.seen(*given) and tuple(tensor.dtype for tensor in given) == _DTYPES and not transformed()
+    if not eligible.seen(*given) or tuple(tensor.dtype for tensor in given) != _DTYPES:
+        return False
+    return torch.compiler.is_compiling() or not transformed()
+
+
+def _fits(given: tuple[Tensor, ...]) -> bool:
+    """Whether shapes and strides are those of one product."""
+    a, b, scale_a, scale_b, offs = given
+    if a.dim() != 2 or b.dim() != 3 or offs.dim() != 1:
+        return False
+    if (scale_a.shape, scale_b.shape) != (a.shape[:1], (b.shape[0], b.shape[2])):
+        return False
+    return b.shape[:2] == (offs.shape[0], a.shape[1]) and a.stride(1) == 1 and b.stride(1) == 1
 
 
 #: By shapes, devices and pins: the kernel, or None where torch is to compute. Strides are the kernel's to judge.
@@ -72,17 +99,11 @@ _FOUND: Lookups[Kernel | None] = Lookups()
 
 def _find(given: tuple[Tensor, ...]) -> Kernel | None:
     """The kernel of a call, looked up the first time only."""
-    a, b, scale_a, scale_b, offs = given
-    if a.dim() != 2 or b.dim() != 3 or (scale_a.shape, scale_b.shape) != (a.shape[:1], (b.shape[0], b.shape[2])):
+    if not _fits(given):
         return None
-    if b.shape[:2] != (len(offs), a.shape[1]) or not _k_contiguous(a, b):
-        return None
+    a, b, *_, offs = given
     key = (a.shape, b.shape, offs.shape, a.device, pinned("grouped_gemm"))
     return _FOUND.get(key, lambda: _look_up(a, b))
-
-
-def _k_contiguous(a: Tensor, b: Tensor) -> bool:
-    return a.stride(1) == 1 and b.stride(1) == 1
 
 
 def _look_up(a: Tensor, b: Tensor) -> Kernel | None:

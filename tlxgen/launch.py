@@ -2,7 +2,7 @@
 
 fbtriton's C dispatcher takes grid, stream and arguments and calls `cuLaunchKernelEx`; it reads four attributes of a
 tensor descriptor, so descriptors here have no more than those. Where there is no dispatcher (too many arguments, TF32
-rounding in the descriptor, upstream's triton), Triton's ordinary launcher is used.
+rounding in the descriptor, upstream's triton, an AMD GPU), Triton's ordinary launcher is used.
 
 Triton would build the dispatcher by itself if its setting `TRITON_USE_C_DISPATCHER` were on. That one is the user's,
 and of the whole process: here it is neither read nor changed.
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
-from tlxgen.compile import compile_kernel
+from tlxgen.compile import Architecture, compile_kernel
 
 #: What is loaded; changed and read under the lock, as a set must not grow while it is walked.
 _LAUNCHERS: WeakSet[Launcher] = WeakSet()
@@ -55,15 +55,15 @@ class SlimDescriptor:
 class Launcher:
     """One binary on the current device, called as `launcher(grid, stream, args)`."""
 
-    def __init__(self, module: ModuleType, args: Sequence[Any], capability: tuple[int, int]) -> None:
+    def __init__(self, module: ModuleType, args: Sequence[Any], architecture: Architecture) -> None:
         """Compiles (or finds in Triton's cache) and loads the kernel for arguments like `args`.
 
         Args:
             module: an emitted module.
             args: kernel arguments with full `TensorDescriptor`s.
-            capability: compute capability of the current device.
+            architecture: that of the current device.
         """
-        self.compiled = compile_kernel(module, args, capability)
+        self.compiled = compile_kernel(module, args, architecture)
         self.compiled._init_handles()  # noqa: SLF001 - loads the binary, without a launch
         self.dispatcher: Callable[..., None] | None = None
         self.indices: tuple[int, ...] | None = None
@@ -98,7 +98,7 @@ def _dispatcher(compiled: Any) -> tuple[Callable[..., None] | None, tuple[int, .
 
     As `CompiledKernel._build_dispatcher` makes it, which asks the user's setting whether it may.
     """
-    described = compiled.asm.get("launch_metadata")  # upstream's compiler writes none
+    described = compiled.asm.get("launch_metadata")  # upstream's compiler writes none, and fbtriton's none for AMD
     if described is None:
         return None, None
     try:

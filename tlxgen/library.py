@@ -51,7 +51,7 @@ def attention(
     with torch.no_grad(), as_given(q):
         call = functional._Call(found, q, k, v, scale, return_lse=computed)  # noqa: SLF001 - its other half
         out, lse = call(q, k, v)
-    return _lying_like(q, out), lse if computed else _no_lse(q, lse_for)
+    return lying_like(q, out), lse if computed else _no_lse(q, lse_for)
 
 
 @attention.register_fake
@@ -94,7 +94,7 @@ def attention_backward(
         else:  # autograd is out of reach within an operator, and with it torch's own attention's gradients
             gradients = backward.by_formula(found.problem, (q, k, v), grad_out, grad_lse, scale)
     of_q, of_k, of_v = (
-        torch.zeros_like(x) if gradient is None else _lying_like(x, gradient)
+        torch.zeros_like(x) if gradient is None else lying_like(x, gradient)
         for x, gradient in zip((q, k, v), gradients, strict=True)
     )
     return of_q, of_k, of_v
@@ -183,7 +183,7 @@ def _found(q: Tensor, k: Tensor, v: Tensor, causal: str, window: int, softcap: f
     return found
 
 
-def _lying_like(x: Tensor, result: Tensor) -> Tensor:
+def lying_like(x: Tensor, result: Tensor) -> Tensor:
     """The result in memory as `torch.empty_like(x)` is, which graphs rely on."""
     strides = torch.empty_like(x, device="meta").stride()
     if result.stride() == strides:

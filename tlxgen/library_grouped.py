@@ -14,7 +14,7 @@ from torch import Tensor
 from tlxgen.calls import as_given
 from tlxgen.devices import Hopper
 
-__all__ = ["grouped_mm", "moe_combine"]
+__all__ = ["grouped_mm", "moe_combine", "scaled_grouped_mm"]
 
 
 @torch.library.custom_op("tlxgen::grouped_mm", mutates_args=())
@@ -79,6 +79,20 @@ def _aligned(grad: Tensor) -> Tensor:
 
 
 grouped_mm.register_autograd(_differentiate, setup_context=_keep)
+
+
+@torch.library.custom_op("tlxgen::scaled_grouped_mm", mutates_args=())
+def scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor) -> Tensor:
+    """See `tlxgen.functional.scaled_grouped_mm`; contiguous, bf16, without gradients."""
+    from tlxgen import functional_scaled
+
+    with torch.no_grad(), as_given(a):
+        return functional_scaled.product((a, b, scale_a, scale_b, offs)).contiguous()
+
+
+@scaled_grouped_mm.register_fake
+def _(a: Tensor, b: Tensor, _scale_a: Tensor, _scale_b: Tensor, _offs: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[2]), dtype=torch.bfloat16)
 
 
 @torch.library.custom_op("tlxgen::moe_combine", mutates_args=())

@@ -104,7 +104,7 @@ class Neighbourhood:
         return None, "; ".join(reasons) or self._account(problem, [index for _, _, index in here])
 
     def elsewhere(self, problem: Problem, gpu: Gpu, toolchain: str) -> str:
-        """Where this very problem was tuned instead: other GPUs, other toolchains; empty if nowhere."""
+        """Where this very problem was tuned instead, on other GPUs or toolchains, and why that is not served here."""
         found = set()
         for record in self._elsewhere.get(problem, ()):
             device = record.key.device
@@ -112,7 +112,9 @@ class Neighbourhood:
                 found.add(f"gpu {device.gpu} ({device.sm_count} SMs)")
             elif record.key.toolchain != toolchain:
                 found.add(record.key.toolchain)
-        return f"it was tuned for {', '.join(sorted(found))}" if found else ""
+        if not found:
+            return ""
+        return f"it was tuned for {', '.join(sorted(found))}, and a row serves its own GPU model and toolchain alone"
 
     def _account(self, problem: Problem, here: list[int]) -> str:
         """Field by field, what keeps the rows of this GPU from being neighbours."""

@@ -173,7 +173,7 @@ def kernel_plan(
         key, args = _key(operator, module, gpu, inputs, output)
 
         def make() -> KernelPlan:
-            return KernelPlan(operator, module, Launcher(module, args, gpu.capability), device, gpu.sm_count)
+            return KernelPlan(operator, module, Launcher(module, args, gpu.target), device, gpu.sm_count)
 
         plan: KernelPlan = LOADED.get(key, make)
     return plan
@@ -194,7 +194,7 @@ def _key(
     from tlxgen.compile import specialization
 
     _, args = operator.arguments(module, inputs, output, num_sms=gpu.sm_count)
-    return (module.__name__, output.device.index or 0, specialization(module, args, gpu.capability)), args
+    return (module.__name__, output.device.index or 0, specialization(module, args, gpu.target)), args
 
 
 def on_device(device: int) -> AbstractContextManager[Any]:

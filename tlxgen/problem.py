@@ -59,6 +59,10 @@ class Problem(BaseModel):
         """Whether a size is zero, so that there is nothing to tune and torch answers."""
         return any(getattr(self, size) == 0 for size in self.sizes)
 
+    def settled(self, lengths: Mapping[str, int]) -> dict[str, int]:
+        """Running lengths that were rounded down, as they can stand together; as they are, unless they depend."""
+        return dict(lengths)
+
     @property
     def label(self) -> str:
         """The problem in the words of the command line, such as `gemm 4096 4096 4096 bf16 nn`."""

@@ -369,7 +369,7 @@ def _recorded(inputs: dict[str, Any], out: torch.Tensor | None) -> bool:
 
 def _refuse_another_gpu(problem: Problem, gpu: Gpu, output: torch.Tensor) -> None:
     """Of one machine with several models: a config, and a binary, are for one of them."""
-    there = devices.detect(output.device.index) if output.device.type == "cuda" else None
+    there = devices.present(output.device.index) if output.device.type == "cuda" else None
     if there is not None and there.key != gpu.key:
         raise LaunchError(
             f"{problem.label}: the kernel was chosen for {gpu.slug} ({gpu.sm_count} SMs), the tensors are on "
@@ -397,7 +397,7 @@ def _chosen_again(problem: Problem) -> Kernel:
 @lru_cache(maxsize=_KERNELS)
 def _kernel(problem: Problem, device: int | None, pin: Pin | None, note_miss: bool) -> Kernel:
     with collector.paused():
-        gpu = None if device is None else devices.detect(device)
+        gpu = None if device is None else devices.present(device)
         return Kernel(problem, select(problem, gpu, note_miss=note_miss, pin=pin), gpu)
 
 
@@ -441,9 +441,10 @@ def forget() -> None:
 def _current_device() -> int | None:
     import torch
 
-    if not torch.cuda.is_available() or torch.version.hip:
+    if not torch.cuda.is_available():
         return None
-    return torch.cuda.current_device()
+    index = torch.cuda.current_device()
+    return None if torch.version.hip and devices.present(index) is None else index
 
 
 _WARNED: set[tuple[Problem, str]] = set()

@@ -82,7 +82,8 @@ def _anywhere(problem: Problem, gpu: Gpu, passed_over: list[str]) -> Choice:
     """Plain Triton, or torch."""
     config = vanilla_config(problem, gpu)
     if config is not None and has_triton():
-        return Choice("vanilla", config, tuple(passed_over))
+        unseen = f"compiled for {gpu.architecture}, and never launched on such a GPU" if gpu.architecture else ""
+        return Choice("vanilla", config, tuple(passed_over), unseen)
     return Choice("torch", None, (*passed_over, "no plain Triton kernel either: torch computes"))
 
 
@@ -101,6 +102,8 @@ def _why_not_pinned(problem: Problem, gpu: Gpu, pin: Pin) -> str | None:
 
 def _why_no_tlx(gpu: Gpu) -> str | None:
     """Why TLX kernels cannot run, or None."""
+    if gpu.architecture:
+        return f"{gpu.architecture} is AMD's, and TLX kernels are Hopper's"
     if gpu.capability != HOPPER:
         return f"compute capability {gpu.capability[0]}.{gpu.capability[1]} is not Hopper's 9.0"
     return None if toolchain.has_tlx() else "the installed triton has no TLX (see `tlxgen doctor`)"
@@ -118,11 +121,13 @@ def _on_hopper(problem: Problem, gpu: Gpu, passed_over: list[str], *, note_miss:
     passed_over.append(reason)
     default = default_config(problem, gpu)
     rows, compiler = neighbourhood(problem.operator), toolchain.toolchain()
+    elsewhere = rows.elsewhere(problem, gpu, compiler)
+    passed_over += [elsewhere] if elsewhere else []
     neighbour, reason = rows.nearest(problem, gpu, compiler, default)
     if neighbour is not None:
         note = f"tuned for {neighbour.problem.label}, {neighbour.distance:.2f} octaves away"
         return Choice("nearest", neighbour.record.config, tuple(passed_over), note)
-    passed_over += [told for told in (rows.elsewhere(problem, gpu, compiler), reason) if told]
+    passed_over += [reason] if reason else []
     return Choice("default", default, tuple(passed_over)) if default is not None else None
 
 

@@ -23,10 +23,11 @@ _STEPS_AN_OCTAVE = 4
 def representative(problem: P) -> P:
     """The problem that stands for all of its class: each running length rounded down, everything else the same.
 
-    Idempotent. What the rounding would make another kind of problem (a window as long as the keys) stands for itself.
+    Idempotent. A length that others do not let be so short is as short as they do (`Problem.settled`). What the
+    rounding would make another kind of problem (a window as long as the keys) stands for itself.
     """
     fields = problem.model_dump()
-    rounded = {name: rounded_down(fields[name], divisor) for name, divisor in problem.running.items()}
+    rounded = problem.settled({name: rounded_down(fields[name], divisor) for name, divisor in problem.running.items()})
     if all(fields[name] == size for name, size in rounded.items()):
         return problem
     try:

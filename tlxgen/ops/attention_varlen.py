@@ -51,6 +51,7 @@ class AttentionVarlenProblem(Problem):
     lengths: ClassVar[Mapping[str, float]] = dict.fromkeys(("total_q", "total_kv"), 1.0) | dict.fromkeys(
         ("B", "H", "kv_heads", "max_q", "max_kv"), 0.5
     )
+    running: ClassVar[Mapping[str, int]] = dict.fromkeys(("B", "total_q", "total_kv", "max_q", "max_kv"), 1)
 
     B: int = Field(ge=0, le=2**20)
     H: int = Field(ge=1, le=2**12)
@@ -102,6 +103,13 @@ class AttentionVarlenProblem(Problem):
     def empty(self) -> bool:
         """Whether there is nothing to compute, or nothing to attend to."""
         return not (self.B and self.total_q and self.total_kv)
+
+    def settled(self, lengths: Mapping[str, int]) -> dict[str, int]:
+        """See `Problem.settled`: the longest sequence is no shorter than all are on average."""
+        made = dict(lengths)
+        for total, most in (("total_q", "max_q"), ("total_kv", "max_kv")):
+            made[most] = max(made[most], -(-made[total] // max(1, made["B"])))
+        return made
 
     @property
     def label(self) -> str:
@@ -258,7 +266,7 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
         import torch
 
         out = torch.zeros_like(inputs["q"], dtype=torch.float64)
-        for rows, alone, own in _sequences(problem, inputs):
+        for rows, _, alone, own in sequences(problem, inputs):
             out[rows] = ATTENTION.reference(alone, own)[0].transpose(0, 1)
         return out
 
@@ -269,19 +277,22 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
         if not problem.lse:
             return {}
         lse = torch.full_like(inputs["lse"], float("-inf"), dtype=torch.float64)
-        for rows, alone, own in _sequences(problem, inputs):
+        for rows, _, alone, own in sequences(problem, inputs):
             lse[:, rows] = ATTENTION.side_outputs(alone, own)["lse"][0]
         return {"lse": lse}
 
     def eager(self, problem: AttentionVarlenProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`varlen_attn` on a GPU where it has the mask, else attention of padded sequences; neither asks the host."""
+        """`varlen_attn` on a GPU where it has the mask, else attention of padded sequences; neither asks the host.
+
+        On AMD's GPUs, where torch returns the log-sum-exp in another shape, sequences are padded.
+        """
         import torch
 
         if problem.empty:
             result = torch.zeros_like(inputs["q"])
             if problem.lse:
                 inputs["lse"].fill_(float("-inf"))
-        elif inputs["q"].is_cuda and problem.causal != "top-left" and not problem.softcap:
+        elif inputs["q"].is_cuda and not torch.version.hip and problem.causal != "top-left" and not problem.softcap:
             result = attention_varlen_torch.flash(problem, inputs)
         else:
             result = attention_varlen_torch.padded(problem, inputs)
@@ -372,8 +383,13 @@ def _flops(problem: AttentionVarlenProblem) -> float:
     return sum(number * ATTENTION.flops(problem.alone(lengths)) for lengths, number in counts.items())
 
 
-def _sequences(problem: AttentionVarlenProblem, inputs: Tensors) -> Iterator[tuple[slice, AttentionProblem, Tensors]]:
-    """Sequences with rows and keys: their rows, and each as a problem of its own with its inputs."""
+def sequences(
+    problem: AttentionVarlenProblem, inputs: Tensors
+) -> Iterator[tuple[slice, slice, AttentionProblem, Tensors]]:
+    """Sequences with rows and keys: where both are, and each as a problem of its own with its inputs.
+
+    Asks the device where sequences end, and waits for the answer.
+    """
     ends = (inputs["cu_seqlens_q"].tolist(), inputs["cu_seqlens_kv"].tolist())
     for rows, keys in zip(*(map(slice, *zip(*pairwise(one), strict=True)) for one in ends), strict=True):
         lengths = (rows.stop - rows.start, keys.stop - keys.start)
@@ -381,7 +397,7 @@ def _sequences(problem: AttentionVarlenProblem, inputs: Tensors) -> Iterator[tup
             parts = {"q": rows, "k": keys, "v": keys}
             own = {name: inputs[name][part].transpose(0, 1)[None] for name, part in parts.items()}
             own |= {"scale": inputs["scale"]} if "scale" in inputs else {}
-            yield rows, problem.alone(lengths), own
+            yield rows, keys, problem.alone(lengths), own
 
 
 OPERATOR = AttentionVarlen()

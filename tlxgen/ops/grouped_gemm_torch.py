@@ -45,6 +45,8 @@ def eager(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
     no grouped product, it is one product after another, which waits for the device.
     """
     inputs = _gathered(problem, inputs)
+    # Torch reads these as if they were contiguous, without a look.
+    inputs |= {name: inputs[name].contiguous() for name in ("offs", "scale_a", "scale_b") if name in inputs}
     product = _product(problem, inputs)
     if (problem.epilogue_parts and not problem.gated) or problem.out_dtype != problem.dtype:
         product = product.float()
@@ -55,7 +57,7 @@ def eager(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
 
 def _gathered(problem: GroupedGemmProblem, inputs: Tensors) -> Tensors:
     """The inputs with rows of A in the order of C's."""
-    return {**inputs, "a": inputs["a"][inputs["rows"]]} if problem.form == "gather" else inputs
+    return {**inputs, "a": inputs["a"][inputs["rows"]]} if problem.form == "gather" else dict(inputs)
 
 
 def _product(problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
@@ -118,6 +120,7 @@ def _taken(x: torch.Tensor) -> torch.Tensor:
     inner, outer = (-1, -2) if x.stride(-1) == 1 or x.dim() == 2 else (-2, -1)
     sizes = x.shape[1:]  # of tokens, any number
     whole = x.stride(inner) == 1 and x.stride(outer) >= x.shape[inner] and x.stride(outer) % elements == 0
+    whole = whole and (x.dim() == 2 or x.stride(0) % elements == 0)
     if whole and not any(size % elements for size in sizes) and x.data_ptr() % _ALIGNMENT == 0:
         return x
     padded = x.new_zeros((x.shape[0], *(-(-size // elements) * elements for size in sizes)))

@@ -1,0 +1,45 @@
+"""Operators of `torch.library` on the card: what torch asks of them, and graphs by torch's own compiler around them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.operator_cases import ARGUMENTS, GRAPHS, check
+from tlxgen import plans, runtime
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Kernels that were launched, which must not have been replayed, by module."""
+    names: list[str] = []
+    launch = plans.KernelPlan.launch
+
+    def note(plan: plans.KernelPlan, *rest: Any) -> None:
+        names.append(plan._module.__name__)
+        launch(plan, *rest)
+
+    monkeypatch.setattr(plans.KernelPlan, "launch", note)
+    runtime.forget()
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", runtime.FallbackWarning)
+        yield names
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_opcheck(name: str) -> None:
+    check(name, "cuda", 2e-2)  # torch's flash-attention backward adds in any order
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_of_torchs_compiler_run_the_kernels(name: str, dynamic: bool, launched: list[str]) -> None:
+    GRAPHS[name].same("cuda", dynamic=dynamic)
+    assert any(GRAPHS[name].template in module for module in launched), launched
