@@ -97,6 +97,15 @@ class TestProblem:
         assert not any(x.float().any() for x in (a[:, k:], b[:, k:], b[:, :, n:], scale_b[:, n:]))
         assert torch.equal(scale_a, inputs["scale_a"])
 
+    def test_torch_gets_columns_of_b_that_are_contiguous_however_it_lies(self) -> None:
+        inputs = GROUPED.inputs(spread([5, 0, 9], 32, 48, dtype="e4m3"), "cpu", 0)
+        across = inputs["b"].contiguous()
+        assert across.stride() != inputs["b"].stride()
+        for b in (inputs["b"], across):
+            found = scaled_operands({**inputs, "b": b})[1]
+            assert found.stride(1) == 1
+            assert torch.equal(found.float(), b.float())
+
 
 class TestSpace:
     def test_a_step_is_128_bytes(self) -> None:

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from tests.test_functional_varlen import LENGTHS, MASKS, MAX_K, MAX_Q, H, ends, inputs, varlen_attn
 from tests.test_library import compiled
-from tlxgen import eligible, functional_varlen, library, runtime
+from tlxgen import attention_varlen_backward, eligible, functional_varlen, library, runtime
 from tlxgen.errors import InvalidProblemError
 from tlxgen.library import CALLER, GRADIENTS, NOBODY
 
@@ -44,6 +44,18 @@ class TestOpcheck:
         out, lse = torch.ops.tlxgen.attention_varlen(*call, *options, CALLER)
         grads = (None, torch.ones_like(lse)) if of_lse else (out, None)
         torch.library.opcheck(torch.ops.tlxgen.attention_varlen_backward, (*grads, out, lse, *call, *options))
+
+    def test_flash_attention_gets_no_log_sum_exp_that_nobody_wrote(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It would read past the end of memory."""
+        monkeypatch.setattr(attention_varlen_backward, "flash_takes", lambda *_: True)
+        monkeypatch.setattr(attention_varlen_backward, "by_flash", lambda *_: pytest.fail("asked without it"))
+        call, options = inputs(), (True, 0, None)
+        operators = torch.ops.tlxgen
+        out, nothing = operators.attention_varlen(*call, *options, NOBODY)
+        found = operators.attention_varlen_backward(out, None, out, nothing, *call, *options)
+        monkeypatch.undo()
+        _, lse = operators.attention_varlen(*call, *options, GRADIENTS)
+        assert_close(found, operators.attention_varlen_backward(out, None, out, lse, *call, *options))
 
 
 class TestGraphs:

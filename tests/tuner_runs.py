@@ -23,7 +23,8 @@ from tlxgen.store import Store
 from tlxgen.tuning import TuneResult
 
 ROOT = Path(__file__).parent.parent
-PATH = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+#: For processes: this tree before whatever else they find their packages by.
+PATH = os.pathsep.join([str(ROOT / "tests"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 #: Of `note_gates`, in the folder of the database.
 _GATES = "gates"

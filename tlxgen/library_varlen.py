@@ -89,7 +89,8 @@ def attention_varlen_backward(
     tensors = (q, k, v, ends_q, ends_k)
     found = _found(tensors, (max_q, max_k), (causal, window))
     with torch.no_grad(), as_given(q):
-        flash = backward.flash_takes(found.problem, q, k, v, scale)
+        written = lse.shape == (q.shape[1], q.shape[0])  # not if it was for nobody
+        flash = written and backward.flash_takes(found.problem, q, k, v, scale)
         call = functional_varlen.Call(found, scale, lse=True, flash=flash)
         gradients = call.gradients(tensors, (out, lse), grad_out, grad_lse)
     of_q, of_k, of_v = (lying_like(x, gradient) for x, gradient in zip((q, k, v), gradients, strict=True))

@@ -102,7 +102,8 @@ def scaled_operands(inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.
     import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
     a, b, scale_a, scale_b = (inputs[name] for name in ("a", "b", "scale_a", "scale_b"))
-    return _taken(a), _taken(b.mT).mT, scale_a, F.pad(scale_b, (0, -b.shape[2] % _ALIGNMENT))
+    columns = _taken(b.mT, by_rows=True)
+    return _taken(a), columns.mT, scale_a, F.pad(scale_b, (0, -b.shape[2] % _ALIGNMENT))
 
 
 def _product_shape(problem: GroupedGemmProblem) -> tuple[int, ...]:
@@ -111,13 +112,14 @@ def _product_shape(problem: GroupedGemmProblem) -> tuple[int, ...]:
     return (*lead, problem.N if problem.gated else columns)
 
 
-def _taken(x: torch.Tensor) -> torch.Tensor:
+def _taken(x: torch.Tensor, *, by_rows: bool = False) -> torch.Tensor:
     """Tokens or weights as torch's grouped kernels take them whatever the ends: sizes and strides are whole 16 bytes.
 
-    Rows of tokens are contiguous; those of weights may lie either way. What is not so is copied, with zeros behind.
+    Rows of tokens are contiguous; weights may lie either way, unless `by_rows`. What is not so is copied, with zeros
+    behind.
     """
     elements = _ALIGNMENT // x.element_size()
-    inner, outer = (-1, -2) if x.stride(-1) == 1 or x.dim() == 2 else (-2, -1)
+    inner, outer = (-1, -2) if by_rows or x.stride(-1) == 1 or x.dim() == 2 else (-2, -1)
     sizes = x.shape[1:]  # of tokens, any number
     whole = x.stride(inner) == 1 and x.stride(outer) >= x.shape[inner] and x.stride(outer) % elements == 0
     whole = whole and (x.dim() == 2 or x.stride(0) % elements == 0)
