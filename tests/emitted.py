@@ -81,7 +81,7 @@ FLASH_DYNAMIC = emit(
         template="attention_tma",
         params={
             "block_n": 64,
-            "carry": "narrow",
+            "carry": "pairs",
             "consumers": 2,
             "kv_stages": 2,
             "pingpong": "off",

@@ -78,3 +78,17 @@ def test_a_window_counts_the_row_itself_but_not_for_flash_attention(flash: Flash
     installed(problem)["fa3"](inputs, ATTENTION.output(problem, inputs))
     assert flash.asked["window_size"] == (4, 0)
     assert flash.asked["num_splits"] == 0  # few rows over many keys: as many as it thinks right
+
+
+def test_a_build_without_windows_is_not_asked_for_them(flash: Flash, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = flash.flash_attn_func
+
+    def without(*tensors: torch.Tensor, window_size: tuple[int, int] = (-1, -1), **options: Any) -> torch.Tensor:
+        if window_size != (-1, -1):
+            raise RuntimeError("This flash attention build does not support local attention.")
+        return whole(*tensors, **options)
+
+    monkeypatch.setattr(flash, "flash_attn_func", without)
+    windowed = ATTENTION.problem((1, 4, 30, 16), causal="bottom-right", window=4)
+    assert "fa3" not in installed(windowed)
+    assert "fa3" in installed(windowed.model_copy(update={"window": 0}))

@@ -18,7 +18,7 @@ from tlxgen.candidates import candidates
 from tlxgen.config import Config
 from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError, LaunchError
-from tlxgen.ops import attention_varlen_torch
+from tlxgen.ops import attention_flash
 from tlxgen.ops.attention_varlen import AttentionVarlenProblem, Lengths, drawn_lengths
 from tlxgen.simulator import meanings
 from tlxgen.simulator.machine import Machine
@@ -403,7 +403,7 @@ class TestCall:
 def test_flash_attention_is_given_what_it_reads_right(lie: Any, taken: bool) -> None:
     """It reads 16 bytes at a time, and does not look whether it may."""
     x = lie(torch.randn(6, 2, 16).bfloat16())
-    found = attention_varlen_torch._readable(x)
+    found = attention_flash.readable(x)
     assert torch.equal(found, x)
     assert (found is x) == taken
     assert found.stride(-1) == 1

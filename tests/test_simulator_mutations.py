@@ -154,8 +154,8 @@ FLASH_BUGS = [
     bug("the producer's Q phase is inverted", "q_phase = 1 ", "q_phase = 0 ", "deadlock"),
     bug("the producer skips the first block", "range(end - 1, first - 1, -1)", "range(end - 1, first, -1)", "deadlock roles_out_of_step"),
     bug("the consumer skips the first block", "range(whole - 1, -1, -1)", "range(whole - 1, 0, -1)", "roles_out_of_step deadlock wrong_result"),
-    bug("the diagonal is one off", "columns[None, :] <= last", "columns[None, :] < last", "wrong_result"),
-    bug("the diagonal starts at the top", "rows[:, None] + (kv_len - q_len)", "rows[:, None]", "wrong_result"),
+    bug("the diagonal is one off", "columns <= tl.minimum(last", "columns < tl.minimum(last", "wrong_result"),
+    bug("the diagonal starts at the top", "(row - column + kv_len - q_len)", "(row - column)", "wrong_result"),
     bug("the old output is not rescaled", "acc = acc * factor[:, None]", "acc = acc", "wrong_result"),
     bug("heads share the wrong keys", "kv_head = head // group", "kv_head = head % (heads // group)", "wrong_result out_of_bounds"),
     bug("too few bytes of V", "barrier_expect_bytes(v_full[stage], 8192)", "barrier_expect_bytes(v_full[stage], 4096)", "wrong_byte_count"),
@@ -178,6 +178,8 @@ DYNAMIC_BUGS = [
     bug("long rows come last", "row_tiles - 1 - index // width", "row_tiles - index // width", "wrong_result out_of_bounds deadlock roles_out_of_step"),
     bug("the old output is not rescaled", "acc = rescaled(acc, factor)", "acc = acc", "wrong_result"),
     bug("the old sums are not rescaled", "total * factor[:, None] + sums", "total + sums", "wrong_result"),
+    bug("neighbouring columns change places", "low, high = tl.split", "high, low = tl.split", "wrong_result"),
+    bug("the upper half of a word is taken for the lower", "low = words.to(tl.int16)", "low = (words >> 16).to(tl.int16)", "wrong_result"),
     bug("probabilities may overflow", "slack = 8.0 / scale", "slack = 1000.0 / scale", "wrong_result"),
 ]  # fmt: skip
 

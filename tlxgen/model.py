@@ -69,19 +69,15 @@ _LARGE: dict[str, Value] = {
     "staging": "half",
     "sums": "rows",
     "rescale": "exact",
-    "overlap": "scores",
     "pingpong": "off",
 }
 _ATTENTION: dict[tuple[int, bool], tuple[float, dict[str, Value]]] = {
-    (64, False): (
-        0.49,
-        {**_USUAL, "consumers": 3, "kv_stages": 4, "sums": "rows", "head_group": 4, "pingpong": "values"},
-    ),
-    (64, True): (0.46, {**_CAUSAL, "kv_stages": 4}),
-    (128, False): (0.65, {**_USUAL, "carry": "wide", "rescale": "lazy", "head_group": 4, "pingpong": "off"}),
-    (128, True): (0.61, _CAUSAL),
-    (256, False): (0.70, {**_LARGE, "head_group": 1}),
-    (256, True): (0.63, {**_LARGE, "schedule": "dynamic", "head_group": 16}),
+    (64, False): (0.51, {**_USUAL, "consumers": 3, "kv_stages": 4, "head_group": 4, "pingpong": "values"}),
+    (64, True): (0.47, {**_CAUSAL, "kv_stages": 4}),
+    (128, False): (0.67, {**_USUAL, "carry": "pairs", "rescale": "lazy", "head_group": 4, "pingpong": "off"}),
+    (128, True): (0.62, {**_CAUSAL, "q_stages": 1, "first_load": "k"}),
+    (256, False): (0.71, {**_LARGE, "head_group": 1}),
+    (256, True): (0.65, {**_LARGE, "schedule": "dynamic", "head_group": 16}),
 }
 
 _OTHER_TILES = {
@@ -181,6 +177,8 @@ def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: flo
     waste *= math.ceil(problem.S / rows) * rows / problem.S  # tiles are worked on whole
     head = next(size for size in (64, 128, 256) if size >= problem.D)
     share, best = _ATTENTION[head, problem.causal != "none"]
+    if problem.window and head <= _LARGE_HEAD:  # which rules single halves out
+        best = {**best, "carry": "pairs"}
     share *= _VANILLA_ATTENTION if vanilla else 1.0
     share *= 1.0 if int(p["block_n"]) == (64 if head > _LARGE_HEAD else 128) else 0.8
     share *= 1.0 if best.get("consumers", 2) == p.get("consumers", 2) else 0.92  # three share each block of keys

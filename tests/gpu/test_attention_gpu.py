@@ -121,3 +121,19 @@ def test_scores_that_rise_in_every_block_are_as_exact_as_in_the_library(rescale:
     reference = ATTENTION.reference(problem, inputs)
     library = accuracy.error(ATTENTION.eager(problem, inputs), reference).norm
     assert accuracy.error(out, reference).norm <= 1.2 * library
+
+
+@pytest.mark.parametrize(
+    "changes", [{"window": 300}, {"kv_len": 1777}, {"kv_len": 700}, {"kv_len": 1777, "window": 64}], ids=str
+)
+def test_torch_computes_windows_and_rectangles_without_their_scores(changes: dict[str, int]) -> None:
+    """The peer of such problems, and what serves them where no kernel does."""
+    problem = ATTENTION.problem((2, 4, 1000, 128), kv_heads=2, causal="bottom-right", **changes)
+    inputs = ATTENTION.inputs(problem, "cuda", 3)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = ATTENTION.eager(problem, inputs)
+    scores = problem.B * problem.H * problem.S * problem.kv_len * 2
+    assert torch.cuda.max_memory_allocated() - before < scores
+    exact = ATTENTION.reference(problem, inputs)
+    assert ((out.double() - exact).norm() / exact.norm()).item() < 5e-3

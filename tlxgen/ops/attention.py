@@ -246,7 +246,8 @@ class Attention(Operator[AttentionProblem]):
         return {"lse": _log_sum_exp(problem, inputs, "float64")} if problem.lse else {}
 
     def eager(self, problem: AttentionProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`scaled_dot_product_attention`, or its steps in the problem's dtype where it has no argument for them."""
+        """`scaled_dot_product_attention`; where it has no argument for the problem, what torch has, or its steps."""
+        from tlxgen.ops import attention_flash
         from tlxgen.torch_own import scaled_dot_product_attention
 
         q, k, v = (inputs[name] for name in self.inputs_in_order)
@@ -258,8 +259,13 @@ class Attention(Operator[AttentionProblem]):
             result = scaled_dot_product_attention(
                 q, k, v, is_causal=problem.causal != "none", scale=scale, enable_gqa=group > 1
             )
+        elif (attended := attention_flash.attention(problem, q, k, v, scale)) is not None:
+            result = attended
         else:
-            scores = _scores(problem, (q @ k.repeat_interleave(group, 1).transpose(2, 3)).float() * scale, 0)
+            keys = k.repeat_interleave(group, 1).transpose(2, 3)
+            scores = _scores(
+                problem, q.float() @ keys.float() * scale, 0
+            )  # rounded, they would cost four times the error
             result = _softmax(scores).to(q.dtype) @ v.repeat_interleave(group, 1)
         return result if out is None else out.copy_(result)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ def installed(problem: AttentionProblem) -> dict[str, Function]:
         found["cudnn"] = _cudnn(problem)
     flash = next((name for name in FLASH_3_MODULES if importlib.util.find_spec(name)), None)
     if flash and (problem.causal != "top-left" or problem.kv_len == problem.S):
-        found["fa3"] = _flash_3(problem, importlib.import_module(flash))
+        module = importlib.import_module(flash)
+        if not problem.window or _has_windows(module):
+            found["fa3"] = _flash_3(problem, module)
     return found
 
 
@@ -43,6 +46,19 @@ def _cudnn(problem: AttentionProblem) -> Function:
             return scaled_dot_product_attention(inputs["q"], inputs["k"], inputs["v"], scale=scale, **options)
 
     return call
+
+
+@lru_cache(maxsize=1)
+def _has_windows(module: Any) -> bool:
+    """Whether it was built with them; only a call says so."""
+    import torch
+
+    x = torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        module.flash_attn_func(x, x, x, causal=True, window_size=(0, 0))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _flash_3(problem: AttentionProblem, module: Any) -> Function:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tlxgen.ops.attention_flash import readable
+
 if TYPE_CHECKING:
     import torch
 
     from tlxgen.ops.attention_varlen import AttentionVarlenProblem
     from tlxgen.ops.base import Tensors
-
-_VECTOR = 16  # bytes
 
 
 def flash(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:
@@ -20,7 +20,7 @@ def flash(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:
     # torch's own `varlen_attn` takes grouped heads from 2.12 on only; what it calls always did.
     result: torch.Tensor
     result, lse, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001
-        *(_readable(inputs[name]) for name in ("q", "k", "v")),
+        *(readable(inputs[name]) for name in ("q", "k", "v")),
         *(inputs[name].contiguous() for name in ("cu_seqlens_q", "cu_seqlens_kv")),
         *(problem.max_q, problem.max_kv),
         *(0.0, problem.causal != "none", False),  # dropout, causal, debug mask
@@ -31,16 +31,6 @@ def flash(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:
     if problem.lse:
         inputs["lse"].copy_(lse.masked_fill(lse.isposinf(), float("-inf")))  # so it marks rows that see nothing
     return result
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """A tensor as FlashAttention reads it, 16 bytes of the head dimension at a time; it checks less than it asks."""
-    import torch
-
-    size = x.element_size()
-    if x.stride(-1) == 1 and not (x.data_ptr() % _VECTOR or any(step * size % _VECTOR for step in x.stride()[:-1])):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def padded(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:

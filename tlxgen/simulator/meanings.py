@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+import triton.language as tl
+
 from tlxgen.simulator.assembly import meaning, register
-from tlxgen.simulator.dtypes import Array
+from tlxgen.simulator.dtypes import Array, convert
 
 __all__ = ["meaning", "multiply_unless_one"]  # `meaning` knows those below, and what others have registered
 
@@ -24,3 +27,18 @@ def multiply_unless_one(values: int) -> str:
 @register(multiply_unless_one(64))
 def _product(values: Array, factors: Array) -> Array:
     return values * factors
+
+
+def _in_pairs(low: Array, high: Array, dtype: tl.dtype) -> Array:
+    bits = [convert(part, tl.float32, dtype).view(np.uint16).astype(np.uint32) for part in (low, high)]
+    return (bits[0] | bits[1] << np.uint32(16)).view(np.int32)
+
+
+@register("cvt.rn.bf16x2.f32 $0, $2, $1;")
+def _bf16_in_pairs(low: Array, high: Array) -> Array:
+    return _in_pairs(low, high, tl.bfloat16)
+
+
+@register("cvt.rn.f16x2.f32 $0, $2, $1;")
+def _fp16_in_pairs(low: Array, high: Array) -> Array:
+    return _in_pairs(low, high, tl.float16)

@@ -1,0 +1,61 @@
+"""FlashAttention-2 as torch has it inside: what `scaled_dot_product_attention` gives no way to ask for without a mask.
+
+That is windows, and diagonals of attention that is not square. With a mask torch would store all scores.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tlxgen.ops.attention import AttentionProblem
+
+
+_VECTOR = 16  # bytes
+
+
+def attention(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
+    """Attention of q (B, H, S, D) to k and v (B, KV heads, KV length, D), lying in any way.
+
+    Rows that see no key give 0.
+
+    Returns:
+        The result, (B, H, S, D); None where the GPU or the problem is not for it.
+    """
+    import torch
+
+    if problem.empty or not q.is_cuda:
+        return None
+    q, k, v = map(readable, (q, k, v))
+    if not takes(problem, q, k, v, scale):
+        return None
+    out, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - there is no other way to it
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        *(None, None),  # where sequences begin, if they had different lengths
+        *(problem.S, problem.kv_len),
+        *(0.0, problem.causal != "none", False),  # no dropout, and no mask of it
+        scale=scale,
+        window_size_left=problem.window - 1 if problem.window else None,
+        window_size_right=0 if problem.window else None,
+    )
+    result: Tensor = out.transpose(1, 2)
+    return result
+
+
+def takes(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """Whether it has the problem, on the GPU that holds the tensors."""
+    from tlxgen import attention_backward  # which has to know the same of the way back
+
+    return attention_backward.flash_takes(problem, q, k, v, scale)
+
+
+def readable(x: Tensor) -> Tensor:
+    """A tensor as FlashAttention reads it, 16 bytes of the head dimension at a time; it checks less than it asks."""
+    import torch
+
+    size = x.element_size()
+    if x.stride(-1) == 1 and not (x.data_ptr() % _VECTOR or any(step * size % _VECTOR for step in x.stride()[:-1])):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
