@@ -3,7 +3,8 @@
 python -m benchmarks.overhead -o benchmarks/results/
 
 The host is what is timed: calls are queued on the GPU, a few hundred at a time, and waited for between the times. Each
-call is on other tensors than the one before, and torch's is called without anything in between.
+call is on other tensors than the one before, torch's is called without anything in between, and what is compared takes
+turns.
 
 A first call does these in turn: `check` the arguments, allocate the `output`, look the `plan` up, make grid and
 `arguments` (descriptors among them), `dispatch` to the driver. One like it does less: see that its tensors are `alike`,
@@ -96,19 +97,20 @@ def measure(case: Case) -> dict[str, Any]:
     tensors = tuple(inputs[name] for name in operator.inputs_in_order)
     out = kernel(*tensors)
     calls = cycle([tuple(inputs[name] for name in operator.inputs_in_order) for inputs in sets])
+    causal = partial(functional.attention, causal="bottom-right")
+    drop_in: Callable[..., Any] = causal if problem.operator == "attention" else functional.matmul
     found = {
         **parts(kernel, inputs, out),
-        "call": host_us(lambda: kernel(*next(calls))),
         **repeated_parts(kernel, tensors),
-        "call_out": host_us(lambda: kernel(*next(calls), out=out)),
-        "call_named": host_us(lambda: kernel(**inputs)),
-        "torch": host_us(lambda: case.library(*next(calls))),
-        "get_kernel": host_us(lambda: runtime.get_kernel(problem.operator, problem, on_miss="ignore")),
+        **host_us(
+            call=lambda: kernel(*next(calls)),
+            torch=lambda: case.library(*next(calls)),
+            functional=lambda: drop_in(*next(calls)),
+            call_out=lambda: kernel(*next(calls), out=out),
+            call_named=lambda: kernel(**inputs),
+            get_kernel=lambda: runtime.get_kernel(problem.operator, problem, on_miss="ignore"),
+        ),
     }
-    if problem.operator == "attention":
-        found["functional"] = host_us(lambda: functional.attention(*next(calls), causal="bottom-right"))
-    else:
-        found["functional"] = host_us(lambda: functional.matmul(*next(calls)))
     return {
         "op": problem.operator,
         "problem": problem.model_dump(),
@@ -129,13 +131,13 @@ def parts(kernel: runtime.Kernel, inputs: dict[str, Any], out: torch.Tensor) -> 
     if not isinstance(plan, plans.KernelPlan):
         return {}
     grid, args = plan.arguments(inputs, out)
-    return {
-        "check": host_us(lambda: operator.check_call(problem, inputs)),
-        "output": host_us(lambda: operator.output(problem, inputs)),
-        "plan": host_us(lambda: kernel.plan(inputs, out)),
-        "arguments": host_us(lambda: plan.arguments(inputs, out)),
-        "dispatch": host_us(lambda: plan.dispatch(grid, args)),
-    }
+    return host_us(
+        check=lambda: operator.check_call(problem, inputs),
+        output=lambda: operator.output(problem, inputs),
+        plan=lambda: kernel.plan(inputs, out),
+        arguments=lambda: plan.arguments(inputs, out),
+        dispatch=lambda: plan.dispatch(grid, args),
+    )
 
 
 def repeated_parts(kernel: runtime.Kernel, tensors: tuple[torch.Tensor, ...]) -> dict[str, float]:
@@ -147,24 +149,28 @@ def repeated_parts(kernel: runtime.Kernel, tensors: tuple[torch.Tensor, ...]) ->
     taken = (*tensors, repeat._empty())  # noqa: SLF001
     addresses = [tensor.data_ptr() for tensor in taken]
     stream = plans.raw_stream(taken[-1].device.index or 0)
-    return {
-        "alike": host_us(lambda: repeat.like(tensors)),
-        "memory": host_us(repeat._empty),  # noqa: SLF001
-        "replay": host_us(lambda: replay(taken, addresses, stream)),
-    }
+    return host_us(
+        alike=lambda: repeat.like(tensors),
+        memory=repeat._empty,  # noqa: SLF001
+        replay=lambda: replay(taken, addresses, stream),
+    )
 
 
-def host_us(call: Callable[[], Any]) -> float:
-    """Microseconds until the host goes on, the least of some rounds: whatever else happens only adds."""
-    times = []
+def host_us(**calls: Callable[[], Any]) -> dict[str, float]:
+    """Microseconds until the host goes on, by name: the least of some rounds, since whatever else happens only adds.
+
+    All take their turn in each round: hosts change their speed.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        times.append((time.perf_counter() - started) / CALLS * 1e6)
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            times[name].append((time.perf_counter() - started) / CALLS * 1e6)
     torch.cuda.synchronize()
-    return min(times)
+    return {name: min(found) for name, found in times.items()}
 
 
 def new_length_us(case: Case) -> float:
