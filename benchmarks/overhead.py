@@ -101,7 +101,6 @@ def measure(case: Case) -> dict[str, Any]:
     drop_in: Callable[..., Any] = causal if problem.operator == "attention" else functional.matmul
     found = {
         **parts(kernel, inputs, out),
-        **repeated_parts(kernel, tensors),
         **host_us(
             call=lambda: kernel(*next(calls)),
             torch=lambda: case.library(*next(calls)),
@@ -110,6 +109,7 @@ def measure(case: Case) -> dict[str, Any]:
             call_named=lambda: kernel(**inputs),
             get_kernel=lambda: runtime.get_kernel(problem.operator, problem, on_miss="ignore"),
         ),
+        **repeated_parts(kernel, tensors),  # which there are by now
     }
     return {
         "op": problem.operator,
