@@ -46,7 +46,8 @@ class Launcher:
     slim, indices = True, None
     def __init__(self, module, args, capability):
         from tlxgen.compile import compile_kernel
-        compile_kernel(module, args, capability)
+        global compiled
+        compiled = compile_kernel(module, args, capability)
         self.lock = threading.Lock()
         self.dispatcher = lambda *_: None
     def __call__(self, *_):
@@ -59,12 +60,16 @@ vars(plans).update(raw_stream=lambda _: 0, current_device=lambda: 0)
 a = torch.empty(1024, 1024, dtype=torch.bfloat16, device="meta")
 kernel = tlxgen.get_kernel("gemm", (1024, 1024, 1024))
 kernel(a, a)
-print(json.dumps([kernel.origin, kernel.config.id, sorted(set(sys.modules) - before)]))
+read, filed = sorted(compiled.asm), sorted(name.rpartition(".")[2] for name in compiled.metadata_group)
+print(json.dumps([kernel.origin, kernel.config.id, sorted(set(sys.modules) - before), read, filed]))
 """
 
+#: Modules of ours that a first launch imports; each is 0.2 to 2 ms of it.
+MOST_OWN = 42
 
-def first_launch() -> tuple[str, str, set[str]]:
-    """Origin, config and imports."""
+
+def first_launch() -> tuple[str, str, set[str], set[str], set[str]]:
+    """Origin, config, imports, which of the binary's files were read, and which there are."""
     done = subprocess.run(
         [sys.executable, "-c", FIRST_LAUNCH],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -74,8 +79,8 @@ def first_launch() -> tuple[str, str, set[str]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    origin, config, imported = json.loads(done.stdout)
-    return origin, config, set(imported)
+    origin, config, imported, read, filed = json.loads(done.stdout)
+    return origin, config, set(imported), set(read), set(filed)
 
 
 def problem(m: int = 1024) -> Problem:
@@ -113,8 +118,9 @@ def tuned() -> Config:
 def test_the_second_process_imports_what_launches_and_nothing_that_finds_out(cache: Path, tuned: Config) -> None:
     """Each of those left out costs every first launch 2 to 60 ms: see "How soon" in docs/runtime.md."""
     assert first_launch()[:2] == ("tuned", tuned.id)
-    origin, config, imported = first_launch()
+    origin, config, imported, read, filed = first_launch()
     assert (origin, config) == ("tuned", tuned.id)
+    assert filed - read == {"json", "llir"}  # of which the latter is larger than all others together
     packages = {name.split(".")[0] for name in imported} - sys.stdlib_module_names
     assert {name for name in packages if not name.startswith("_")} <= {
         *("tlxgen", "tlxgen_kernels", "torch", "triton", "platformdirs"),
@@ -122,6 +128,8 @@ def test_the_second_process_imports_what_launches_and_nothing_that_finds_out(cac
     }
     needless = ("space", "constraint", "rendering", "staleness", "nearest", "facts", "tune", "search", "measure")
     assert imported.isdisjoint(f"tlxgen.{name}" for name in needless)
+    own = {name for name in imported if name.startswith("tlxgen.")}
+    assert len(own) <= MOST_OWN, sorted(own)
     assert not {name for name in imported if name.startswith(("triton.experimental", "triton.compiler.code_generator"))}
 
 

@@ -13,6 +13,8 @@ from tlxgen import notes
 from tlxgen.toolchain import toolchain
 
 _KIND = "binaries"
+#: LLVM's text of a kernel, up to 8 MB, which Triton would read into memory, and nothing here asks for.
+_LLVM = ".llir"
 
 
 def recall(source: Any, options: Any, target: Any) -> Any | None:
@@ -26,9 +28,14 @@ def recall(source: Any, options: Any, target: Any) -> Any | None:
             return None
         filed_under = note["hash"]
         group = get_cache_manager(filed_under).get_group(f"{source.name[:150]}.json")
-        return CompiledKernel(source, group, filed_under) if group else None
+        if not group:
+            return None
+        read = {name: path for name, path in group.items() if not name.endswith(_LLVM)}
+        kernel = CompiledKernel(source, read, filed_under)
+        kernel.metadata_group = group  # hooks of Triton's, such as its profiler's, look for files there
     except Exception:  # noqa: BLE001 - a miss costs a look at the compiler's own cache, nothing else
         return None
+    return kernel
 
 
 def remember(kernel: Any, source: Any, options: Any, target: Any) -> None:
