@@ -327,6 +327,12 @@ class TestInPlaceOfTorch:
             assert other is not None
             assert torch.equal(one, other)
 
+    def test_so_is_a_gradient_of_the_output(self, flash: list[Sequence[Any]]) -> None:
+        q, k, v = (normal(1, 30, 2, 16, seed=seed).transpose(1, 2).requires_grad_() for seed in range(3))
+        out = scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten()
+        torch.cat([out.new_zeros(1), out]).square().sum().backward()  # type: ignore[no-untyped-call]
+        assert flash[0][0].data_ptr() % 16 == 0
+
     def test_nothing_is_recorded_without_gradients(self, flash: list[Sequence[Any]], served: Served) -> None:
         q, k, v = (x.requires_grad_() for x in inputs((1, 2, 30, 16), (1, 2, 30, 16)))
         with torch.no_grad():

@@ -12,8 +12,10 @@ from torch.testing import assert_close
 
 from tests.test_functional_matmul import normal
 from tests.test_library import compiled
-from tlxgen import eligible, functional, functional_add, library, runtime
+from tlxgen import eligible, functional, functional_add, library, runtime, selection
 from tlxgen.runtime import Choice, Kernel
+
+KERNELS_HERE = library.kernels_here
 
 
 class Served:
@@ -126,6 +128,14 @@ class TestGradients:
         assert x.grad is None
         assert y.grad is not None
 
+    def test_a_sum_may_be_changed_in_place(self, served: Served) -> None:
+        x, y = normal(4, 6, grad=True), normal(4, 6)
+        functional.add(x, y).relu_().sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        assert torch.equal(x.grad, (x + y > 0).to(x.dtype))
+        functional.add(y, y).detach_()  # which views refuse
+        assert served.launched == 2
+
     def test_have_gradients(self, served: Served) -> None:
         x, y = normal(8, grad=True), normal(8, grad=True)
         (first,) = torch.autograd.grad(functional.add(x, y).float().pow(3).sum(), x, create_graph=True)
@@ -156,6 +166,30 @@ class TestGraphs:
         of_x, of_y = torch.autograd.grad(model(x, y).sum(), (x, y))
         assert torch.equal(of_x, torch.full_like(x, 6))
         assert torch.equal(of_y, torch.full_like(x, 3))
+
+    @pytest.mark.parametrize("sum_of", [functional.add, functional.linear])
+    def test_so_are_those_of_functorch(self, sum_of: Any, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Operators refuse them, and in forward mode drop them without a word."""
+        monkeypatch.setattr(library, "kernels_here", KERNELS_HERE)
+        monkeypatch.setattr(runtime, "_current_device", lambda: 0)
+        monkeypatch.setattr(selection, "has_triton", lambda: True)
+        x, y = normal(6, 6), normal(6, 6)
+
+        def backward(x: Tensor) -> Any:
+            return torch.func.grad(lambda x: sum_of(x, y).float().sum())(x)
+
+        def forward(x: Tensor) -> Any:
+            return torch.func.jvp(lambda x: sum_of(x, y), (x,), (y,))[1]
+
+        def plain(x: Tensor) -> Any:
+            return sum_of(x, y)
+
+        for function in (backward, forward):
+            graph = torch.compile(function, backend="aot_eager")
+            assert_close(graph(x), function(x))
+        model, graphs = compiled(plain)
+        assert_close(model(x), plain(x))
+        assert any("tlxgen" in name for name in graphs.operators)
 
     def test_what_is_torchs_stays_torchs(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         model, graphs = compiled(functional.add)

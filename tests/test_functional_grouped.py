@@ -297,6 +297,16 @@ class TestSecondCalls:
             assert not torch.equal(silu, gelu)
         assert [problem.epilogue for problem in served.launched] == ["swiglu", "geglu"] * 3
 
+    def test_may_be_changed_in_place(self, served: Served) -> None:
+        """Rows of 20 columns are padded in memory."""
+        a, b, offs = normal(8, 16).requires_grad_(), normal(2, 20, 16).mT, torch.tensor([3, 8], dtype=torch.int32)
+        product = grouped_mm(a, b, offs=offs)
+        assert product.stride() == (24, 1)
+        product.relu_().sum().backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            both = grouped_mm(normal(3, 8, 16), normal(3, 20, 16).mT)
+        assert both.stride() == (8 * 24, 24, 1)
+
     def test_have_gradients_once_they_are_recorded(self, served: Served) -> None:
         a, b, offs = operands("2d3d")
         weight = b.detach().requires_grad_()

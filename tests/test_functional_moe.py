@@ -128,6 +128,19 @@ def test_tokens_are_brought_back_by_one_kernel_unless_gradients_are_wanted(monke
     assert len(launches) == 1
 
 
+def test_a_graph_of_the_compiler_has_the_same_tangents() -> None:
+    given = operands()
+    shares = given.pop("topk_weights")
+
+    def tangent(shares: Tensor) -> Tensor:
+        found: Tensor = torch.func.jvp(lambda shares: fused_moe(topk_weights=shares, **given), (shares,), (shares,))[1]
+        return found
+
+    expected = tangent(shares)
+    assert expected.any()
+    torch.testing.assert_close(torch.compile(tangent, backend="eager")(shares), expected)
+
+
 def test_a_graph_of_the_compiler_has_the_same_result() -> None:
     given = operands()
     assert torch.equal(torch.compile(fused_moe, backend="eager")(**given), fused_moe(**given))

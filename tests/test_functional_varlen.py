@@ -38,6 +38,11 @@ MASKS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def ends(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
 
@@ -106,7 +111,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(functional_varlen, "_only_here", lambda _: False)
     monkeypatch.setattr(eligible, "DEVICE", "cpu")
     runtime.forget()
-    torch.manual_seed(0)
     yield served
     runtime.forget()
 
@@ -192,9 +196,9 @@ class TestWhatGoesToTorch:
             (3, lambda x: x.long()),
             (3, lambda x: x[:-1]),
             (4, lambda _: None),
-            (5, lambda _: 2),  # which no six sequences of 23 rows in all can be
+            (5, lambda _: 2**25),
         ],
-        ids=["dtype", "head", "strides", "keys and values", "dtypes", "int64", "ends", "no ends", "too short"],
+        ids=["dtype", "head", "strides", "keys and values", "dtypes", "int64", "ends", "no ends", "too long"],
     )
     def test_tensors_that_kernels_do_not_take(
         self, index: int, change: Any, served: Served, theirs: list[dict[str, Any]]
@@ -305,6 +309,22 @@ class TestOnTheCpu:
         assert q.grad is not None
         assert k.grad is None
 
+    @pytest.mark.parametrize("lse", [False, True])
+    @pytest.mark.parametrize("more", [1, 100], ids=["little", "more than six sequences may have"])
+    def test_what_lies_past_the_last_end_is_nobodys(self, more: int, lse: bool) -> None:
+        """Rows and keys in memory that is larger than they are."""
+        *tensors, ends_q, ends_k, max_q, max_k = inputs(kv_heads=H)
+        longer = [torch.cat([x, x.new_full((more, H, D), 1e4)]).requires_grad_() for x in tensors]
+        options: dict[str, Any] = {"window_size": (-1, 0), "return_aux": AuxRequest(lse=lse)}
+        found = varlen_attn(*longer, ends_q, ends_k, max_q, max_k, **options)
+        expected = varlen_attn(*tensors, ends_q, ends_k, max_q, max_k, **options)
+        out, other = (x[0] if lse else x for x in (found, expected))
+        assert_close(out[:-more], other, rtol=2e-2, atol=2e-2)
+        if lse:
+            assert_close(found[1][:, :-more], expected[1])
+        for gradient in torch.autograd.grad(out[:-more].float().sum(), longer):
+            assert not gradient[-more:].any()
+
     def test_nothing_at_all(self) -> None:
         empty = normal(0, H, D)
         nowhere = torch.zeros(3, dtype=torch.int32)
@@ -354,6 +374,27 @@ class TestTheFlashBackward:
         result = out.float().sum() + (lse[lse.isfinite()].sum() if case == "of the log-sum-exp" else 0.0)
         torch.autograd.grad(result, call[0], create_graph=case == "second derivatives")
         assert given == []
+
+
+def test_torchs_kernel_gets_what_it_reads_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients may begin between two vectors, and ends may lie apart."""
+    given: list[Tensor] = []
+
+    def flash(*args: Any, **_: Any) -> tuple[Tensor, ...]:
+        given.extend(args[:8])
+        return tuple(args[1:4])
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash)
+    q, k, v, *rest = inputs(kv_heads=H)
+    ends_q, ends_k = (x.repeat_interleave(2)[::2] for x in rest[:2])
+    found = functional_varlen.find((q, k, v, ends_q, ends_k), (MAX_Q, MAX_K), (False, 0))
+    assert found is not None
+    late = normal(q.numel() + 1)[1:].view(q.shape)
+    backward.by_flash(found.problem, (q, k, v, q), torch.zeros(H, len(q)), (ends_q, ends_k), late, None)
+    assert all(x.data_ptr() % 16 == 0 for x in given[:5])
+    assert all(x.is_contiguous() for x in given[6:])
+    for one, other in zip(given, (late, q, k, v, q, torch.zeros(H, len(q)), ends_q, ends_k), strict=True):
+        assert torch.equal(one, other)
 
 
 class TestInPlaceOfTorchs:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tlxgen import eligible, functional, library, runtime
-from tlxgen.errors import InvalidProblemError
+from tlxgen.errors import InvalidProblemError, LaunchError
 from tlxgen.library import CALLER, GRADIENTS, NOBODY
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -154,6 +154,21 @@ class TestGraphs:
         )
         model()
         assert not any("tlxgen" in operator for operator in graphs.operators)
+
+    def test_the_scale_may_be_an_argument(self) -> None:
+        model, graphs = compiled(lambda q, scale: functional.attention(q, q, q, scale=scale), dynamic=True)
+        q = normal(1, 2, 8, 16, grad=False)
+        for scale in (0.3, 0.4):
+            assert_close(model(q, scale), functional.attention(q, q, q, scale=scale))
+        assert any("tlxgen.attention" in name for name in graphs.operators)
+
+    def test_transforms_are_refused_as_outside_of_graphs(self) -> None:
+        q = normal(1, 2, 8, 16, grad=False)
+        model = torch.compile(
+            lambda q: torch.func.jvp(lambda q: functional.attention(q, q, q), (q,), (q,)), backend="aot_eager"
+        )
+        with pytest.raises(LaunchError, match="functorch"):
+            model(q)
 
     def test_a_bad_call_is_refused_as_outside_of_graphs(self) -> None:
         q = normal(1, 2, 8, 12, grad=False)  # 8 does not divide the head dimension

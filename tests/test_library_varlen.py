@@ -85,6 +85,26 @@ class TestGraphs:
             assert_close(model(*call), varlen_attn(*call, window_size=(-1, 0)))
         assert (graphs.compiled, graphs.operators.count(OPERATOR)) == (1, 1)
 
+    def test_the_scale_may_be_an_argument(self) -> None:
+        model, graphs = compiled(lambda *call, scale: varlen_attn(*call, scale=scale), dynamic=True)
+        call = inputs(kv_heads=H)
+        for scale in (0.3, 0.4):
+            assert_close(model(*call, scale=scale), varlen_attn(*call, scale=scale))
+        assert OPERATOR in graphs.operators
+
+    @pytest.mark.parametrize("mode", ["backward", "forward"])
+    def test_functorch_gets_no_wrong_derivatives(self, mode: str) -> None:
+        """From operators it would get zeros in forward mode; torch's own function refuses both."""
+        q, *rest = inputs(kv_heads=H)
+
+        def derivative(q: Tensor) -> Any:
+            if mode == "forward":
+                return torch.func.jvp(lambda q: varlen_attn(q, *rest), (q,), (q,))[1]
+            return torch.func.grad(lambda q: varlen_attn(q, *rest).float().sum())(q)
+
+        with pytest.raises((RuntimeError, NotImplementedError), match=r"torch_attn|_flash_attention_forward"):
+            torch.compile(derivative, backend="aot_eager")(q)
+
     def test_the_log_sum_exp_of_a_call_without_gradients_is_not_computed(self) -> None:
         model, graphs = compiled(varlen_attn)
         call = inputs(kv_heads=H)
@@ -106,7 +126,13 @@ class TestGraphs:
         assert model(*call).shape == q.shape
         assert [name for name in graphs.operators if "varlen" in name] == ["torch_attn._varlen_attn"]
 
-    def test_sequences_that_are_too_short_are_refused(self) -> None:
+    def test_much_may_lie_past_the_last_end(self) -> None:
+        q, k, v, *rest = inputs(kv_heads=H)
+        longer = [torch.cat([x, x, x]) for x in (q, k, v)]
+        model, _ = compiled(varlen_attn)
+        assert_close(model(*longer, *rest)[: len(q)], varlen_attn(q, k, v, *rest))
+
+    def test_what_no_kernel_is_for_is_refused(self) -> None:
         *tensors, _, max_k = inputs()
-        with pytest.raises(InvalidProblemError, match="6 sequences of at most 2 rows"):
-            torch.ops.tlxgen.attention_varlen(*tensors, 2, max_k, True, 0, None, NOBODY)
+        with pytest.raises(InvalidProblemError, match="6 sequences of at most 33554432 rows"):
+            torch.ops.tlxgen.attention_varlen(*tensors, 2**25, max_k, True, 0, None, NOBODY)

@@ -18,7 +18,7 @@ from tlxgen.candidates import candidates
 from tlxgen.config import Config
 from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError, LaunchError
-from tlxgen.ops import attention_flash
+from tlxgen.ops import attention_flash, attention_varlen_torch
 from tlxgen.ops.attention_varlen import AttentionVarlenProblem, Lengths, drawn_lengths
 from tlxgen.simulator import meanings
 from tlxgen.simulator.machine import Machine
@@ -385,6 +385,24 @@ class TestCall:
         assert "unit strides" in str(VARLEN.launchable(made, vanilla, {**inputs, "q": turned}, out))
         apart = torch.zeros(6, dtype=torch.int32)[::2]
         assert "not contiguous" in str(VARLEN.launchable(made, tma, {**inputs, "cu_seqlens_kv": apart}, out))
+
+
+@pytest.mark.parametrize(("lengths", "told"), [((1, 1, 1), 1), ((1, 0, 1), 2), ((2, 0, 1), 2)])
+def test_flash_attention_takes_no_row_for_anothers(
+    lengths: tuple[int, ...], told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told of one row at most and of grouped heads, it reads one row of each sequence."""
+    given: list[Any] = []
+
+    def flash(q: Any, *rest: Any, **_: Any) -> tuple[Any, ...]:
+        given.extend(rest[4:6])
+        return q, None
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    sizes = {"total_kv": 9, "max_q": max(lengths), "max_kv": 3, "kv_heads": 1}
+    made = problem((3, 2, sum(lengths), 16), **sizes)
+    attention_varlen_torch.flash(made, VARLEN.inputs(made, "cpu", 0))
+    assert given == [told, 3]
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ class Command:
 
     def wait_for_trials(self, n: int) -> None:
         """Until so many are kept; the run must not have ended by then."""
-        assert wait_until(lambda: len(self.machine.tried()) >= n or self.process.poll() is not None, 120)
+        assert wait_until(lambda: len(self.machine.tried()) >= n or self.process.poll() is not None, 300)
         assert self.process.poll() is None, self.process.communicate()
 
     def kill(self) -> None:
@@ -116,7 +116,7 @@ class Command:
     def end(self) -> dict[str, Any]:
         """The answer."""
         started = descendants(self.process.pid)
-        out, err = self.process.communicate(timeout=180)
+        out, err = self.process.communicate(timeout=400)
         assert self.process.returncode == 0, err
         assert wait_until(lambda: not any(map(is_running, started))), "a process is left"
         answer: dict[str, Any] = json.loads(out)
@@ -199,7 +199,7 @@ def run_to_the_end(words: Sequence[str], database: Path) -> None:
         env={**os.environ, "PYTHONPATH": PATH},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -66,13 +66,12 @@ def by_flash(
     scale: float | None,
 ) -> Gradients:
     """Gradients from q, k, v and out (`tensors`), and from each row's natural log-sum-exp (B, H, S) in float32."""
-    q, k, v, out = (aligned(tensor).transpose(1, 2) for tensor in tensors)
+    q, k, v, out, grad_out = (aligned(tensor).transpose(1, 2) for tensor in (*tensors, grad_out))
     if problem.kv_len < problem.S:  # of rows that see nothing: exp(-inf - lse) is to be 0
         lse = lse.masked_fill(torch.isneginf(lse), float("inf"))
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
     gradients = torch.ops.aten._flash_attention_backward(  # noqa: SLF001 - there is no other way to it
-        grad_out.transpose(1, 2),
-        *(q, k, v, out, lse),
+        *(grad_out, q, k, v, out, lse),
         *(None, None),  # where sequences begin, if they had different lengths
         *(problem.S, problem.kv_len),
         *(0.0, problem.causal != "none"),

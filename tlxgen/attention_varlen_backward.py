@@ -45,12 +45,11 @@ def by_flash(
         grad_out: as out, lying in any way.
         scale: of the scores, positive; 1 / sqrt(D) by default.
     """
-    q, k, v, out = map(aligned, tensors)
+    q, k, v, out, grad_out = map(aligned, (*tensors, grad_out))
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
     of_q, of_k, of_v = torch.ops.aten._flash_attention_backward(  # noqa: SLF001 - there is no other way to it
-        grad_out,
-        *(q, k, v, out, lse),
-        *ends,
+        *(grad_out, q, k, v, out, lse),
+        *(each.contiguous() for each in ends),
         *(problem.max_q, problem.max_kv),
         *(0.0, problem.causal != "none"),
         *(unused, unused),

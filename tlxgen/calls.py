@@ -18,6 +18,14 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0  # noqa: SLF001 - no public way
 
 
+def transformed_in_graph() -> bool:
+    """As `transformed`, of what a compiler traces: operators of `torch.library` would drop tangents there."""
+    return _functorch_active() or forward_ad._current_level >= 0  # noqa: SLF001 - no public way
+
+
+transformed_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - see `tlxgen.library.kernels_here`
+
+
 # On the way of every call; none of them has a public name.
 _functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001

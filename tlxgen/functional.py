@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlxgen import attention_backward as backward
 from tlxgen import eligible, library, ops, torch_own
-from tlxgen.calls import as_given, transformed
+from tlxgen.calls import as_given, transformed, transformed_in_graph
 from tlxgen.errors import InvalidProblemError, LaunchError
 from tlxgen.functional_add import add
 from tlxgen.functional_grouped import grouped_mm
@@ -48,6 +48,7 @@ __all__ = [
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 _LARGEST_HEAD = 256
 _NUMBERS = frozenset({int, float})
+_TRANSFORMED = "attention: kernels know neither functorch's transforms nor forward-mode differentiation"
 
 
 def __getattr__(name: str) -> Any:
@@ -111,7 +112,7 @@ def scaled_dot_product_attention(
         and dropout_p == 0.0
         and (is_causal is True or is_causal is False)
         and (enable_gqa is True or enable_gqa is False)
-        and (scale is None or (type(scale) in _NUMBERS and math.isfinite(scale)))
+        and (scale is None or (type(scale) in _NUMBERS and -math.inf < scale < math.inf))
     ):
         options, tensors = ("torch", is_causal, enable_gqa, scale), (query, key, value)
         taken = _TAKEN.get(options, tensors)
@@ -193,9 +194,11 @@ def attention(
     rest, second derivatives, and gradients of the log-sum-exp are by formulas in float32 from q, k and v. Rows that see
     no key give and get none.
     """
-    if not (scale is None or (type(scale) in _NUMBERS and math.isfinite(scale))):
+    if not (scale is None or (type(scale) in _NUMBERS and -math.inf < scale < math.inf)):
         raise LaunchError(f"attention: scale is {scale!r}; it must be a finite number")
     if torch.compiler.is_compiling():
+        if transformed_in_graph():
+            raise LaunchError(_TRANSFORMED)
         out, lse = _attention_in_graph(q, k, v, causal, window, softcap, scale, return_lse=return_lse)
         return (out, lse) if return_lse else out
     options, tensors = ("ours", causal, window, type(window), softcap, type(softcap), scale, return_lse), (q, k, v)
@@ -207,7 +210,7 @@ def attention(
     if isinstance(found, str):
         raise InvalidProblemError(found)
     if transformed():
-        raise LaunchError("attention: kernels know neither functorch's transforms nor forward-mode differentiation")
+        raise LaunchError(_TRANSFORMED)
     like = q
     q, k, v = map(_four, (q, k, v))
     call = _Call(found, q, k, v, scale, return_lse=return_lse)

@@ -8,6 +8,7 @@ The gradients are grouped products themselves, of the operator's other forms, an
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -210,23 +211,24 @@ def _layout(matrix: Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class _Launch:
-    """A kernel, and room for what it gives, in memory as torch's."""
+    """A kernel, and room for what it gives, in memory as torch's: no view, which nobody could change in place."""
 
     kernel: Kernel
-    shape: tuple[int, ...]  #: rows padded
-    columns: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  #: rows padded
 
     def __call__(self, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
         named = {} if offs is None else {"offs": offs}
-        if self.shape[-1] == self.columns:
+        if self.strides[-2] == self.shape[-1]:
             return self.kernel(a, b, **named)
-        return self.kernel(a, b, out=a.new_empty(self.shape)[..., : self.columns], **named)
+        return self.kernel(a, b, out=a.new_empty_strided(self.shape, self.strides), **named)
 
 
 def _launch(kernel: Kernel, a: Tensor) -> _Launch:
-    *lead, columns = ops.get("grouped_gemm").output_like(kernel.problem)[0]
+    shape, _ = ops.get("grouped_gemm").output_like(kernel.problem)
     elements = Hopper.TMA_ALIGNMENT // a.element_size()
-    return _Launch(kernel, (*lead, -(-columns // elements) * elements), columns)
+    pitch = -(-shape[-1] // elements) * elements
+    return _Launch(kernel, shape, (*(pitch * math.prod(shape[i:-1]) for i in range(1, len(shape))), 1))
 
 
 #: What takes calls without gradients.

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tlxgen.calls import transformed_in_graph
 from tlxgen.errors import InvalidProblemError
 from tlxgen.functional_grouped import gated_mm, grouped_mm
 from tlxgen.library_grouped import moe_combine
@@ -64,7 +65,7 @@ def fused_moe(
         tokens = torch.where((routing.keys < experts)[:, None], tokens, 0.0)
     hidden = gated_mm(tokens, w1.mT, offs=routing.offs, activation=activation)
     result = grouped_mm(hidden, w2.mT, offs=routing.offs)
-    if torch.compiler.is_compiling() and not _differentiable(result, topk_weights):
+    if torch.compiler.is_compiling() and not (transformed_in_graph() or _differentiable(result, topk_weights)):
         total: Tensor = moe_combine(result, routing.place, topk_weights, routing.ids, experts, x)
         return total
     return combine(result, routing.place, topk_weights, routing.ids, experts, x.dtype)

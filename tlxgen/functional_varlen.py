@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tlxgen import attention_varlen_backward as backward
 from tlxgen import eligible, library, library_varlen, ops
-from tlxgen.calls import as_given, transformed
+from tlxgen.calls import as_given, transformed, transformed_in_graph
 from tlxgen.errors import InvalidProblemError
 from tlxgen.lookups import Lookups
 from tlxgen.ops.attention_varlen import AttentionVarlenProblem
@@ -140,12 +140,12 @@ def _ours(tensors: Sequence[Any], max_q: Any, max_k: Any, scale: Any) -> TypeGua
         all(isinstance(tensor, Tensor) for tensor in tensors)
         and isinstance(max_q, int)
         and isinstance(max_k, int)
-        and (scale is None or (type(scale) in _NUMBERS and math.isfinite(scale)))
+        and (scale is None or (type(scale) in _NUMBERS and -math.inf < scale < math.inf))
     )
 
 
 def _fit(tensors: Sequence[Tensor], gqa: bool) -> bool:
-    """Whether sizes and dtypes are such as kernels have; how long sequences are, the Problem judges."""
+    """Whether sizes and dtypes are such as kernels have; how many of a size are too many, the Problem judges."""
     q, k, v, ends_q, ends_k = tensors
     if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES and ends_q.dtype == ends_k.dtype == torch.int32):
         return False
@@ -250,11 +250,14 @@ def find(tensors: Sequence[Tensor], longest: tuple[int, int], mask: _Mask) -> Fo
 def _look_up(q: Tensor, k: Tensor, ends_q: Tensor, longest: tuple[int, int], mask: _Mask) -> Found | None:
     causal, window = mask
     fields = dict(zip(("total_q", "H", "D", "total_kv", "kv_heads"), (*q.shape, *k.shape[:2]), strict=True))
-    fields |= {"B": len(ends_q) - 1, "max_q": longest[0], "max_kv": longest[1]}
+    sequences = len(ends_q) - 1
+    # Sequences may be said to be longer than they are, and are where there is much past the last end.
+    most = (max(given, -(-len(x) // sequences)) for given, x in zip(longest, (q, k), strict=True))
+    fields |= {"B": sequences, **dict(zip(("max_q", "max_kv"), most, strict=True))}
     options = {"dtype": q.dtype, "causal": "bottom-right" if causal else "none", "window": window}
     try:
         problem = ops.get("attention_varlen").problem(fields, **options)
-    except InvalidProblemError:  # more rows than the longest sequences hold, such as torch may refuse or not
+    except InvalidProblemError:  # larger than any kernel is for
         return None
     assert isinstance(problem, AttentionVarlenProblem)
     return Found(problem)
@@ -339,7 +342,7 @@ class _Attention(torch.autograd.Function):
 def _in_graphs(tensors: tuple[Tensor, ...], gqa: bool) -> bool:
     """Whether an operator stands for a call in a graph, as far as a compiler can tell."""
     device = tensors[0].device.type
-    if any(tensor.device.type != device for tensor in tensors):
+    if any(tensor.device.type != device for tensor in tensors) or transformed_in_graph():
         return False
     here = device == "cpu" or (device == eligible.DEVICE and library.kernels_here())
     return here and _fit(tensors, gqa)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tlxgen.calls import as_given
+from tlxgen.calls import as_given, transformed_in_graph
 from tlxgen.ops.attention import Causal
 
 __all__ = ["CALLER", "GRADIENTS", "NOBODY", "attention", "attention_backward", "gemm", "kernels_here"]
@@ -159,9 +159,11 @@ gemm.register_autograd(_differentiate_product, setup_context=_keep_operands)
 
 
 def kernels_here() -> bool:
-    """Whether this machine has kernels at all; where it has none graphs keep torch's own operators."""
+    """Whether this machine has kernels at all; without, and under transforms, graphs keep torch's own operators."""
     from tlxgen import runtime, selection
 
+    if transformed_in_graph():
+        return False
     return runtime._current_device() is not None and selection.has_triton()  # noqa: SLF001 - the same question
 
 

@@ -107,7 +107,7 @@ def _found(tensors: Sequence[Tensor], longest: tuple[int, int], mask: tuple[bool
     """The problem of a call and its kernels.
 
     Raises:
-        InvalidProblemError: so much does not fit into sequences that are so short.
+        InvalidProblemError: no kernel is for so many, or so large.
     """
     from tlxgen import functional_varlen
     from tlxgen.errors import InvalidProblemError
@@ -115,8 +115,9 @@ def _found(tensors: Sequence[Tensor], longest: tuple[int, int], mask: tuple[bool
     found = functional_varlen.find(tensors, longest, mask)
     if found is None:
         q, k, _, ends, _ = tensors
-        given = f"query {tuple(q.shape)} and key {tuple(k.shape)} do not fit into {len(ends) - 1} sequences"
-        raise InvalidProblemError(f"varlen_attn: {given} of at most {longest[0]} rows and {longest[1]} keys")
+        given = f"query {tuple(q.shape)} and key {tuple(k.shape)}, {len(ends) - 1} sequences"
+        most = f"of at most {longest[0]} rows and {longest[1]} keys"
+        raise InvalidProblemError(f"varlen_attn: no kernel is for {given} {most}")
     return found
 
 

@@ -17,12 +17,14 @@ def flash(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:
     """The result of FlashAttention's kernel, which takes packed sequences too; also writes the log-sum-exp."""
     import torch
 
+    # Where no sequence is said to have a second row, and heads are grouped, torch wants one row of each.
+    max_q = problem.max_q if problem.total_q == problem.B else max(2, problem.max_q)
     # torch's own `varlen_attn` takes grouped heads from 2.12 on only; what it calls always did.
     result: torch.Tensor
     result, lse, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001
         *(readable(inputs[name]) for name in ("q", "k", "v")),
         *(inputs[name].contiguous() for name in ("cu_seqlens_q", "cu_seqlens_kv")),
-        *(problem.max_q, problem.max_kv),
+        *(max_q, problem.max_kv),
         *(0.0, problem.causal != "none", False),  # dropout, causal, debug mask
         scale=_scale(problem, inputs),
         window_size_left=problem.window - 1 if problem.window else None,
@@ -85,10 +87,10 @@ def _filled(packed: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Ten
 
 
 def _packed(padded: torch.Tensor, ends: torch.Tensor, total: int) -> torch.Tensor:
-    """(B, heads, longest, D) as (rows, heads, D)."""
+    """(B, heads, longest, D) as (rows, heads, D); rows past the last end are copies of others."""
     import torch
 
-    rows = torch.arange(total, device=padded.device)
+    rows = torch.arange(total, device=padded.device).clamp(max=ends[-1] - 1)
     sequence = torch.searchsorted(ends[1:], rows, right=True)
     return padded.transpose(1, 2)[sequence, rows - ends[sequence]]
 
