@@ -70,6 +70,7 @@ FLASH = emit(
             "head_group": 4,
             "first_load": "q",
             "unroll": 1,
+            "ranges": "tile",
         },
     ),
 )
@@ -94,6 +95,7 @@ FLASH_DYNAMIC = emit(
             "head_group": 4,
             "first_load": "q",
             "unroll": 1,
+            "ranges": "own",
         },
     ),
 )
@@ -118,6 +120,7 @@ VARLEN = emit(
             "head_group": 4,
             "first_load": "q",
             "unroll": 1,
+            "ranges": "tile",
         },
     ),
 )

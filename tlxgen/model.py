@@ -60,7 +60,14 @@ _VANILLA_ATTENTION = 0.6  # plain Triton's share of a TMA kernel's rate; not mea
 
 #: By head dimension and whether causal: the share of the datasheet's rate that the best config of 4096 rows reached on
 #: an H200, and its parameters. A config counts as 2 % slower for each that differs.
-_USUAL: dict[str, Value] = {"q_stages": 2, "staging": "own", "sums": "lanes", "carry": "narrow", "overlap": "softmax"}
+_USUAL: dict[str, Value] = {
+    "q_stages": 2,
+    "staging": "own",
+    "sums": "lanes",
+    "carry": "narrow",
+    "overlap": "softmax",
+    "ranges": "tile",
+}
 _CAUSAL: dict[str, Value] = {**_USUAL, "rescale": "lazy", "schedule": "dynamic", "head_group": 16, "pingpong": "off"}
 _LARGE: dict[str, Value] = {
     **_USUAL,

@@ -83,6 +83,7 @@ def tma_context(config: Config, head: int, dtype: str) -> dict[str, Any]:
         "lane_sums": p["sums"] == "lanes",
         "dynamic": _draws(config),
         "lazy": p["rescale"] == "lazy",
+        "own_ranges": p["ranges"] == "own",
         "two_entries": p["carry"] != "wide" and p["unroll"] == 1,
         "ptx_dtype": {"bf16": "bf16", "fp16": "f16"}[dtype],
         "rescaled_values": head * _WG_M // Hopper.WARP_GROUP_THREADS,  # of the output, in one thread
