@@ -30,6 +30,7 @@ HARMLESS = {
     r"swap: .* / (q = tlx\.local_reshape|staging = (out|q)_tiles|q_stage, q_phase = next_stage).*": "a view, or a step of the ring, in another order",
     r"swap: release\([kv]_empty.* / (scores = masked|acc = acc \* factor|acc = rescaled|p, largest, total, factor = |tlx\.async_descriptor_store_wait).*": "registers and stores do not care when keys and values are released",
     r"swap: release\(q_empty\[slot\]\) / tlx\.barrier_wait\(v_full.*": "Q has been read: when that is said does not matter to the values",
+    r"swap: release\(k_empty\[stage\]\) / tlx\.barrier_wait\(v_full\[stage\], phase\)": "keys that nobody reads here are handed on later: only slower",
     r"swap: tlx\.async_descriptor_load\(k_desc.* / tlx\.barrier_wait\(v_empty.*": "keys are loaded later: only slower",
     r"swap: tlx\.barrier_wait\(k_full.* / tlx\.named_barrier_wait\(my_turn, 256\)": "two waits in another order",
     r"swap: tlx\.named_barrier_wait\(my_turn, 256\) / scores = tlx\.async_dot.*": "turns at the tensor cores are for speed alone",
