@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from tlxgen.ops.attention import AttentionProblem
+from tlxgen.ops.attention_flash import readable, window
 from tlxgen.torch_own import scaled_dot_product_attention
 
 #: Gradients of q, k and v; None for those that nobody asked for.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _SCORES = 2**25  # scores of one block of the formulas, of which about six such arrays live at a time
-_ALIGNMENT = 16  # bytes: the flash kernels copy in vectors
 
 
 def is_sdpa(problem: AttentionProblem) -> bool:
@@ -66,7 +66,7 @@ def by_flash(
     scale: float | None,
 ) -> Gradients:
     """Gradients from q, k, v and out (`tensors`), and from each row's natural log-sum-exp (B, H, S) in float32."""
-    q, k, v, out, grad_out = (aligned(tensor).transpose(1, 2) for tensor in (*tensors, grad_out))
+    q, k, v, out, grad_out = (readable(tensor).transpose(1, 2) for tensor in (*tensors, grad_out))
     if problem.kv_len < problem.S:  # of rows that see nothing: exp(-inf - lse) is to be 0
         lse = lse.masked_fill(torch.isneginf(lse), float("inf"))
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
@@ -77,19 +77,10 @@ def by_flash(
         *(0.0, problem.causal != "none"),
         *(unused, unused),
         scale=scale,
-        window_size_left=problem.window - 1 if problem.window else None,
-        window_size_right=0 if problem.window else None,
+        **window(problem),
     )
     grad_q, grad_k, grad_v = (gradient.transpose(1, 2) for gradient in gradients)
     return grad_q, grad_k, grad_v
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if its rows do not begin where vectors may."""
-    size = tensor.element_size()
-    if tensor.data_ptr() % _ALIGNMENT or any(stride * size % _ALIGNMENT for stride in tensor.stride()[:-1]):
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
 
 
 def by_recomputing(

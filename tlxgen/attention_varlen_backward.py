@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tlxgen import attention_backward as dense
-from tlxgen.attention_backward import aligned
+from tlxgen.ops.attention_flash import readable, window
 from tlxgen.ops.attention_varlen import AttentionVarlenProblem, sequences
 
 
@@ -45,7 +45,7 @@ def by_flash(
         grad_out: as out, lying in any way.
         scale: of the scores, positive; 1 / sqrt(D) by default.
     """
-    q, k, v, out, grad_out = map(aligned, (*tensors, grad_out))
+    q, k, v, out, grad_out = map(readable, (*tensors, grad_out))
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
     of_q, of_k, of_v = torch.ops.aten._flash_attention_backward(  # noqa: SLF001 - there is no other way to it
         *(grad_out, q, k, v, out, lse),
@@ -54,8 +54,7 @@ def by_flash(
         *(0.0, problem.causal != "none"),
         *(unused, unused),
         scale=scale,
-        window_size_left=problem.window - 1 if problem.window else None,
-        window_size_right=0 if problem.window else None,
+        **window(problem),
     )
     return of_q, of_k, of_v
 

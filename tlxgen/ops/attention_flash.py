@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tlxgen.ops.attention import AttentionProblem
+    from tlxgen.ops.attention_varlen import AttentionVarlenProblem
 
 
 _VECTOR = 16  # bytes
@@ -37,8 +38,7 @@ def attention(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale:
         *(problem.S, problem.kv_len),
         *(0.0, problem.causal != "none", False),  # no dropout, and no mask of it
         scale=scale,
-        window_size_left=problem.window - 1 if problem.window else None,
-        window_size_right=0 if problem.window else None,
+        **window(problem),
     )
     result: Tensor = out.transpose(1, 2)
     return result
@@ -49,6 +49,14 @@ def takes(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: flo
     from tlxgen import attention_backward  # which has to know the same of the way back
 
     return attention_backward.flash_takes(problem, q, k, v, scale)
+
+
+def window(problem: AttentionProblem | AttentionVarlenProblem) -> dict[str, int | None]:
+    """What torch's flash kernels, forward and back, call the keys on either side of a row's own that it sees."""
+    return {
+        "window_size_left": problem.window - 1 if problem.window else None,
+        "window_size_right": 0 if problem.window else None,
+    }
 
 
 def readable(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tlxgen.ops.attention_flash import readable
+from tlxgen.ops.attention_flash import readable, window
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,7 @@ def flash(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:
         *(max_q, problem.max_kv),
         *(0.0, problem.causal != "none", False),  # dropout, causal, debug mask
         scale=_scale(problem, inputs),
-        window_size_left=problem.window - 1 if problem.window else None,
-        window_size_right=0 if problem.window else None,
+        **window(problem),
     )
     if problem.lse:
         inputs["lse"].copy_(lse.masked_fill(lse.isposinf(), float("-inf")))  # so it marks rows that see nothing
