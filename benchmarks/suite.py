@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from benchmarks.results import row, write
-from tlxgen import ops, runtime
+from tlxgen import ops, runtime, suites
 from tlxgen.candidates import default_config
 from tlxgen.config import Config
 from tlxgen.emit import emit
@@ -37,13 +37,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each measurement")
     parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
-    suite = yaml.safe_load(arguments.suite.read_text())
+    shapes = yaml.safe_load(arguments.suite.read_text(encoding="utf-8"))["shapes"]
     rows: list[dict[str, Any]] = []
     path = arguments.output
     child = Child()  # one for all: starting torch takes seconds
     try:
-        for shape in suite["shapes"]:
-            problem = ops.get(suite["operator"]).problem(shape["sizes"], **suite["options"], **shape.get("options", {}))
+        for shape, problem in zip(shapes, suites.problems(arguments.suite), strict=True):
             if arguments.only not in problem.label:
                 continue
             report, found = measure(problem, child, arguments.rounds, alone=arguments.tuned)

@@ -7,6 +7,10 @@ import os
 # Small products on few cores: several threads each would wait for one another. Read when numpy and torch are imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Torch's compiler is to compile in this process: up to torch 2.13 its own are forked from one that uses CUDA, and there
+# Triton 3.7 and newer, which ask the driver themselves, see no GPU (pytorch/pytorch#184643). By the environment, since
+# what is set in `torch._inductor.config` holds for one thread, and autograd compiles backward graphs in another.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import sys
 from collections.abc import Iterator

@@ -71,6 +71,7 @@ FLASH = emit(
             "first_load": "q",
             "unroll": 1,
             "ranges": "tile",
+            "tail": "whole",
         },
     ),
 )
@@ -96,6 +97,7 @@ FLASH_DYNAMIC = emit(
             "first_load": "q",
             "unroll": 1,
             "ranges": "own",
+            "tail": "whole",
         },
     ),
 )

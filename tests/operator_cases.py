@@ -5,7 +5,7 @@ Shared by tests on the CPU, where torch computes behind the operators, and those
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,23 @@ def check(name: str, device: str, tolerance: float | None = None) -> None:
     torch.library.opcheck(getattr(torch.ops.tlxgen, operator), arguments(Maker(device)), **options)
 
 
+#: That a function is called for, in this order.
+LENGTHS = (40, 56, 72)
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result, and the tensors that it has gradients for."""
+
+    result: Tensor
+    leaves: list[Tensor]
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Of the sum of the result, each element weighted by another number."""
+        weights = torch.linspace(-1, 1, self.result.numel(), device=self.result.device).view(self.result.shape)
+        return torch.autograd.grad((self.result.float() * weights).sum(), self.leaves)
+
+
 @dataclass(frozen=True)
 class Graph:
     """A function to be compiled, with what is fused around a call, and its tensors for a length.
@@ -129,17 +146,25 @@ class Graph:
     function: Callable[..., Tensor]
     tensors: Callable[[Maker, int], tuple[Any, ...]]
 
-    def same(self, device: str, **options: Any) -> None:
-        """Whether it is one graph for some lengths, with the results and gradients of the function itself."""
-        compiled = torch.compile(self.function, fullgraph=True, **options)
-        for length in (40, 56, 72):
-            tensors = self.tensors(Maker(device), length)
-            leaves = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
-            one, other = compiled(*tensors), self.function(*tensors)
-            assert far(one, other) < 2e-2
-            weights = torch.linspace(-1, 1, one.numel(), device=device).view(one.shape)
-            found, expected = (torch.autograd.grad((out.float() * weights).sum(), leaves) for out in (one, other))
-            assert [far(*both) < 3e-2 for both in zip(found, expected, strict=True)] == [True] * len(leaves)
+    def compiled(self, **options: Any) -> Callable[..., Tensor]:
+        """The function as one graph."""
+        made: Callable[..., Tensor] = torch.compile(self.function, fullgraph=True, **options)
+        return made
+
+    def outputs(self, function: Callable[..., Tensor], device: str) -> list[Output]:
+        """What this one, or the same compiled, gives for some lengths."""
+        return [self._output(function, self.tensors(Maker(device), length)) for length in LENGTHS]
+
+    def _output(self, function: Callable[..., Tensor], tensors: tuple[Any, ...]) -> Output:
+        leaves = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+        return Output(function(*tensors), leaves)
+
+    def check(self, outputs: Sequence[Output], device: str) -> None:
+        """Whether these are the results of the function itself, and have its gradients."""
+        for one, other in zip(outputs, self.outputs(self.function, device), strict=True):
+            assert far(one.result, other.result) < 2e-2
+            gradients = zip(one.gradients(), other.gradients(), strict=True)
+            assert [far(*both) < 3e-2 for both in gradients] == [True] * len(one.leaves)
 
 
 def far(result: Tensor, exact: Tensor) -> float:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -34,11 +35,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _fake_torch(
-    monkeypatch: pytest.MonkeyPatch, *, cuda: str | None, gpus: list[Any] | None = None, hip: str | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    cuda: str | None,
+    gpus: list[Any] | None = None,
+    hip: str | None = None,
+    version: str = "2.13.0",
 ) -> None:
     devices = gpus or []
     torch = SimpleNamespace(
-        __version__="2.13.0",
+        __version__=version,
         version=SimpleNamespace(cuda=cuda, hip=hip),
         cuda=SimpleNamespace(
             is_available=lambda: bool(devices),
@@ -194,6 +200,39 @@ def test_triton(monkeypatch: pytest.MonkeyPatch, state: Triton, status: str, det
     if status != "ok":
         assert finding.remedy == toolchain.remedy(state)
         assert ("pip uninstall -y triton" in finding.remedy) == ("triton" in state.distributions)
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "threads", "status"),
+    [
+        ("2.11.0+cu130", "3.7.4", None, "warning"),
+        ("2.13.0+cu130", "3.8.0", "8", "warning"),
+        ("2.11.0+cu130", "3.7.4", "1", "ok"),
+        ("2.14.0+cu130", "3.7.4", None, None),
+        ("2.9.1+cu130", "3.5.1", None, None),
+        ("2.11.0+cu130", "", None, None),
+    ],
+)
+def test_torchs_compiler_beside_a_triton_that_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, torch: str, triton: str, threads: str | None, status: str | None
+) -> None:
+    monkeypatch.setattr(toolchain, "inspect", lambda: replace(_state("fbtriton", "fbtriton"), version=triton))
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    if threads:
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", threads)
+    _fake_torch(monkeypatch, cuda="13.0", gpus=[_gpu("NVIDIA H200", 132, 9, 0)], version=torch)
+    findings = doctor._graphs()
+    assert [finding.status for finding in findings] == ([status] if status else [])
+    if status == "warning":
+        assert f"torch {torch} " in findings[0].detail
+        assert f"triton {triton} " in findings[0].detail
+        assert findings[0].remedy == "export TORCHINDUCTOR_COMPILE_THREADS=1"
+    _fake_torch(monkeypatch, cuda="13.0", version=torch)
+    assert doctor._graphs() == [], "there is no GPU to be found"
+    _fake_torch(monkeypatch, cuda=None, hip="7.0", gpus=[_gpu("AMD Instinct MI300X", 304, 9, 4)], version=torch)
+    assert doctor._graphs() == []
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert doctor._graphs() == []
 
 
 def test_tlx_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:

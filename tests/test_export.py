@@ -96,7 +96,7 @@ class TestWhatIsWritten:
             assert entry.needs_tlx == ("import triton.language.extra.tlx" in source.text)
 
     def test_problems_that_differ_in_size_alone_share_a_file(self, tmp_path: Path) -> None:
-        many = [ATTENTION.problem((1, 4, length, 64)) for length in (2048, 4096, 8192)]
+        many = [ATTENTION.problem((1, 4, length, 64), causal="bottom-right") for length in (2048, 4096, 8192)]
         manifest = write_package(tmp_path / "many", many, H200)
         assert len({entry.module for entry in manifest.entries}) == 1
 
@@ -398,6 +398,15 @@ class TestDispatch:
         q, k = torch.randn(1, 4, 8, 16), torch.randn(1, 3, 8, 16)
         with pytest.raises(ValueError, match=r"causal|window|heads"):
             imported.attention(q, k, k, **options)
+
+    def test_attention_of_no_batches_is_not_asked_of_torchs(
+        self, imported: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *_, **__: None)  # as cuDNN
+        q, k = torch.randn(0, 4, 8, 16), torch.randn(0, 2, 9, 16)
+        assert imported.attention(q, k, k).shape == q.shape
+        out, lse = imported.attention(q, k, k, return_lse=True)
+        assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
 
     def test_bad_calls_of_grouped_gemm_are_errors(self, imported: Any) -> None:
         a, b, offs = torch.randn(8, 16), torch.randn(2, 16, 4), torch.tensor([3, 8], dtype=torch.int32)

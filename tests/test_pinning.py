@@ -212,5 +212,11 @@ class TestOnMiss:
             ask(on_miss="fail")
 
 
+def test_one_that_is_older_than_a_parameter_is_completed() -> None:
+    today = candidates(ops.get("attention").problem((1, 8, 4096, 64)), H200, ("attention_tma",))[0]
+    whole = Config(template=today.template, params={**today.params, "tail": "whole"})
+    assert as_config("attention", whole.short.replace(" tail=whole", "")) == whole
+
+
 def test_as_config_is_the_identity_of_configs() -> None:
     assert as_config("gemm", LAST) == as_config("gemm", LAST.short) == LAST

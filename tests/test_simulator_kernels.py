@@ -1209,6 +1209,7 @@ def kernel(parts, count, out):
         tl.store(out + i, total)
     else:
         tl.store(parts + me * 64 + i, i + me)  # part
+        tl.debug_barrier()  # of all threads
         tl.atomic_add(count, 1)  # ready
 """,
     inputs=lambda: [torch.zeros(3 * 64), torch.zeros(1, dtype=torch.int32)],
@@ -1229,7 +1230,12 @@ class TestAtomics:
 
     def test_that_come_before_the_data_order_nothing(self) -> None:
         part, ready = "tl.store(parts + me * 64 + i, i + me)  # part", "tl.atomic_add(count, 1)  # ready"
-        SPLIT.but(f"{part}\n        {ready}", f"{ready}\n        {part}").finds("data_race", "gather", "part")
+        met = "tl.debug_barrier()  # of all threads"
+        swapped = f"{met}\n        {ready}\n        {part}"
+        SPLIT.but(f"{part}\n        {met}\n        {ready}", swapped).finds("data_race", "gather", "part")
+
+    def test_are_one_thread_s_which_does_not_know_what_others_have_stored(self) -> None:
+        SPLIT.but("tl.debug_barrier()  # of all threads").finds("data_race", "gather", "part")
 
     def test_that_nobody_waits_for_order_nothing(self) -> None:
         case = SPLIT.but("while tl.atomic_add(count, 0) < others:  # spin\n            pass", "tl.atomic_add(count, 0)")

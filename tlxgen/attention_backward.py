@@ -47,9 +47,10 @@ def flash_takes(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scal
 
     The flash kernels align the diagonal bottom-right, have no softcap as torch calls them, and hide scores by minus
     infinity before they scale them, which takes a positive scale. Torch says which GPUs they run on; of those for
-    AMD's, which keep other numbers between forward and backward, nobody has seen the results.
+    AMD's, which keep other numbers between forward and backward, nobody has seen the results. Of batches, it does not
+    ask whether there are any.
     """
-    if torch.version.hip:
+    if problem.empty or torch.version.hip:
         return False
     if problem.softcap or problem.causal == "top-left" or not (scale is None or scale > 0):
         return False

@@ -310,8 +310,7 @@ def check(
     A file that tlxgen emitted, edited or not, is checked on small problems of its own kind. Any other file with TLX
     kernels needs --entry: a function without arguments that makes CPU tensors and launches `kernel[grid](...)`.
     """
-    from tlxgen import cli_check, devices
-    from tlxgen.config import Config
+    from tlxgen import cli_check, devices, pinning
     from tlxgen.emit import emit as emit_source
 
     if what.endswith(".py") or Path(what).is_file():
@@ -322,7 +321,7 @@ def check(
     problem = parse(what, sizes or [], **_problem_options(locals()))
     gpu = devices.target(target) if target else devices.detect() or devices.target("h200")
     if config:
-        chosen = Config.from_short(config)
+        chosen = pinning.as_config(what, config)
         _refuse_illegal(problem, chosen, gpu)
     else:
         chosen = _chosen_config(problem, gpu, template, param or [])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tlxgen import ops
+from tlxgen import absent, ops
 from tlxgen.config import Config
 from tlxgen.errors import InvalidProblemError, OutputError, TlxgenError
 
@@ -82,7 +82,7 @@ def read_back(path: Path, text: str) -> KernelSource:
         raise InvalidProblemError(f"{path} has no header of tlxgen: name a function that launches its kernel (--entry)")
     try:
         problem: Problem = ops.get(header["problem"][0]).problem_type.from_label(" ".join(header["problem"]))
-        config = Config.from_short(" ".join([header["template"][0], *header["config"]]))
+        config = absent.completed(Config.from_short(" ".join([header["template"][0], *header["config"]])))
     except (TlxgenError, LookupError) as error:
         raise InvalidProblemError(f"{path}: its header makes no sense: {error}") from None
     return KernelSource(problem.operator, problem, config, text)

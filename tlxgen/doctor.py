@@ -34,6 +34,7 @@ Status = Literal["ok", "warning", "problem"]
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _TORCH_REMEDY = "pip install 'tlxgen[torch]' && python -m tlxgen.install"
 _CACHE_REMEDY = "set TLXGEN_CACHE to a file in a directory that can be written"
+_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _OPTIONAL = {"plotly": "plots of a study", "matplotlib": "plots of a study"}
 
 
@@ -171,6 +172,32 @@ def _tlx() -> Finding:
     return Finding("tlx", "ok", "triton.language.extra.tlx can be imported")
 
 
+def _graphs() -> list[Finding]:
+    """Torch's compiler works in processes that are forked from one that uses CUDA, where the driver knows no GPU.
+
+    Triton asks it since 3.7; torch no longer has Triton asked there after 2.13 (pytorch/pytorch#184643).
+    """
+    try:
+        import torch
+    except (ImportError, OSError):
+        return []
+    triton = toolchain.inspect().version
+    if torch.version.hip or not torch.cuda.is_available():
+        return []
+    if _release(torch.__version__) > (2, 13) or _release(triton) < (3, 7):
+        return []
+    if os.environ.get(_THREADS) == "1":
+        return [Finding("torch.compile", "ok", f"{_THREADS}=1: compiles in the program's own process")]
+    detail = f"torch {torch.__version__} compiles in processes where triton {triton} finds no GPU, and fails"
+    return [Finding("torch.compile", "warning", detail, f"export {_THREADS}=1")]
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number; none where nothing is known."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else ()
+
+
 def _cuda_tools() -> list[Finding]:
     return [_cuda_tool(name, needed_for) for name, needed_for in _CUDA_TOOLS.items()]
 
@@ -267,6 +294,7 @@ _PROBES: dict[str, Callable[[], list[Finding]]] = {
     "gpu": _gpu,
     "driver": _driver,
     "triton": _triton,
+    "torch.compile": _graphs,
     "cuda tools": _cuda_tools,
     "ncu": _profiler,
     "c compiler": _compiler,

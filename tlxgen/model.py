@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tlxgen.ops.gemm import GemmProblem
 
 #: Changes whenever predicted times do.
-VERSION = "model-2"
+VERSION = "model-3"
 
 # Fitted to every legal config of nine shapes on an H200 (benchmarks/results/2026-11-29-exhaustive-gemm-h200.json).
 _SUSTAINED = 0.70  # of the datasheet's rate, under the power limit on random data
@@ -56,6 +56,7 @@ _EFFICIENCY: dict[str, dict[tuple[int, int], float]] = {
 _LARGE_HEAD = 128  # head dimension beyond which registers hold 64 keys a step
 _VANILLA_STREAM = 0.8  # plain Triton's share of the bandwidth that a TMA producer reaches; not measured
 _EXPOSED = 0.1  # of the shorter of arithmetic and memory traffic, what the longer does not hide; not measured
+_PIECES_US = 25.0  # to leave pieces of a tile of attention and put them together: 20 to 33 for heads of 128 (H200)
 _VANILLA_ATTENTION = 0.6  # plain Triton's share of a TMA kernel's rate; not measured
 
 #: By head dimension and whether causal: the share of the datasheet's rate that the best config of 4096 rows reached on
@@ -179,8 +180,15 @@ def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: flo
     p = config.params
     vanilla = config.template.endswith("vanilla")
     rows = int(p["block_m"]) if vanilla else 64 * int(p["consumers"])
-    rounds = math.ceil(problem.S / rows) * problem.B * problem.H / gpu.sm_count
-    waste = math.ceil(rounds) / rounds if problem.causal == "none" else 1.0 + 0.5 / max(1.0, rounds)
+    tiles = math.ceil(problem.S / rows) * problem.B * problem.H
+    rounds = tiles / gpu.sm_count
+    pieces_us = 0.0
+    if problem.causal != "none":
+        waste = 1.0 + 0.5 / max(1.0, rounds)
+    elif p.get("tail") == "split" and (last := _split_round(tiles, problem.kv_len, config, gpu)) < 1.0:
+        waste, pieces_us = (tiles // gpu.sm_count + last) / rounds, _PIECES_US
+    else:
+        waste = math.ceil(rounds) / rounds
     waste *= math.ceil(problem.S / rows) * rows / problem.S  # tiles are worked on whole
     head = next(size for size in (64, 128, 256) if size >= problem.D)
     share, best = _ATTENTION[head, problem.causal != "none"]
@@ -192,7 +200,14 @@ def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: flo
     share *= 0.98 ** sum(name in p and p[name] != value for name, value in best.items())
     products = flops / (gpu.rates[problem.dtype] * share) * 1e6
     memory = bytes_moved / (gpu.bandwidth * _BANDWIDTH) * 1e6
-    return _LAUNCH_US + _FILL_US + max(products * waste, memory)
+    return _LAUNCH_US + _FILL_US + max(products * waste, memory) + pieces_us
+
+
+def _split_round(tiles: int, keys: int, config: Config, gpu: Gpu) -> float:
+    """How much of a round the last one takes where its tiles are split, as the template's `arguments` has it."""
+    split = tiles % gpu.sm_count
+    sharers = min(gpu.sm_count, 7 * split, split * math.ceil(keys / int(config.params["block_n"])))
+    return split / sharers if sharers and 10 * split <= 9 * sharers else 1.0
 
 
 def attention_decode_us(problem: AttentionProblem, config: Config, gpu: Gpu, keys: int, resident: int) -> float:

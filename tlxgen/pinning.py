@@ -40,6 +40,8 @@ class Pin:
 def as_config(operator: str, given: Config | str | Mapping[str, Any]) -> Config:
     """A config as users write it: a `Config`, the line that `show` prints, or `{"template": ..., "params": {...}}`.
 
+    One that was written before a parameter came is completed, as rows are (`tlxgen.absent`).
+
     Raises:
         InvalidProblemError: no such operator.
         InvalidConfigError: it lies outside the operator's search spaces.
@@ -54,8 +56,9 @@ def as_config(operator: str, given: Config | str | Mapping[str, Any]) -> Config:
         except (TypeError, ValueError) as error:
             first = str(error).splitlines()[0]
             raise InvalidConfigError(f"config {given!r} has no template and params: {first}") from None
-    from tlxgen import space  # brings YAML and more, of which a process without pins has no need
+    from tlxgen import absent, space  # brings YAML and more, of which a process without pins has no need
 
+    config = absent.completed(config)
     outside = space.why_outside(ops.get(operator), config)
     if outside:
         raise InvalidConfigError(outside)

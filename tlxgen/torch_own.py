@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch import Tensor
+from torch.nn.functional import linear
 
 __all__ = ["add", "grouped_mm", "linear", "matmul", "scaled_dot_product_attention"]
 
@@ -18,3 +19,19 @@ add = torch.add
 matmul = torch.matmul
 #: Public since torch 2.10; None before torch 2.8, which has none.
 grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_attention: Any = torch.nn.functional.scaled_dot_product_attention
+
+
+def scaled_dot_product_attention(*tensors: Any, **options: Any) -> Tensor:
+    """Torch's, with a result for no batches too.
+
+    On Hopper cuDNN is asked first (torch 2.11), and leaves the result of no batches undefined, which is None here.
+    """
+    result: Tensor | None = _attention(*tensors, **options)
+    if result is not None:
+        return result
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        nothing: Tensor = _attention(*tensors, **options)
+    return nothing

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.operator_cases import ARGUMENTS, GRAPHS, check
+from tests.operator_cases import ARGUMENTS, GRAPHS, LENGTHS, check
 from tlxgen import plans, runtime
 
 pytestmark = pytest.mark.gpu
@@ -41,5 +41,8 @@ def test_opcheck(name: str) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graphs_of_torchs_compiler_run_the_kernels(name: str, dynamic: bool, launched: list[str]) -> None:
-    GRAPHS[name].same("cuda", dynamic=dynamic)
-    assert any(GRAPHS[name].template in module for module in launched), launched
+    graph = GRAPHS[name]
+    outputs = graph.outputs(graph.compiled(dynamic=dynamic), "cuda")
+    # Looked at before gradients and the function itself launch theirs.
+    assert sum(graph.template in module for module in launched) >= len(LENGTHS), launched
+    graph.check(outputs, "cuda")

@@ -181,6 +181,8 @@ class Attention(Operator[AttentionProblem]):
             (2, 1, m - 5, n + 1, 2),
             (1, 1, 2 * m, max(1, n // 2), 1),
         ]
+        if p.get("tail") == "split":  # among three: one tile, two, and two after a whole round
+            shapes += [(1, 1, m, 3 * n + 5, 3), (1, 2, m - 3, 4 * n, 3), (1, 1, 4 * m + 8, 2 * n + 3, 3)]
         cases = []
         for batch, kv_heads, rows, keys, num_sms in shapes:
             sizes = {"B": batch, "H": kv_heads * min(group, 2), "kv_heads": kv_heads, "S": rows, "kv_len": keys}

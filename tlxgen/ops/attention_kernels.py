@@ -21,6 +21,9 @@ _WG_M = 64  # rows of one consumer warp group
 #: setmaxnreg of each consumer warp group, by their number (`tlxgen.ops.gemm`).
 _REGISTERS = {2: 240, 3: 160}
 
+#: What the threads of a consumer tell each other through shared memory where tiles come in pieces.
+_TOLD_BYTES = 384
+
 #: Parts of the output that go through shared memory of their own one after the other.
 _STAGED_PARTS = {"own": 1, "half": 2}
 
@@ -49,9 +52,10 @@ def tma_resources(config: Config, head: int, item: int) -> Resources:
     p, rows = config.params, tile_rows(config)
     consumers, block_n, q_stages, kv_stages = (int(p[n]) for n in ("consumers", "block_n", "q_stages", "kv_stages"))
     staged = rows // _STAGED_PARTS[str(p["staging"])] if p["staging"] != "q" else 0
+    told = _TOLD_BYTES * consumers if _splits(config) else 0
     barriers = 2 * q_stages * consumers + 4 * kv_stages + (q_stages if _draws(config) else 0)
     return Resources(
-        shared_bytes=(q_stages * rows + staged + 2 * kv_stages * block_n) * head * item + 8 * barriers + 1024,
+        shared_bytes=(q_stages * rows + staged + 2 * kv_stages * block_n) * head * item + told + 8 * barriers + 1024,
         mbarriers=barriers,
         threads=(1 + consumers) * Hopper.WARP_GROUP_THREADS,
         accumulator_registers=(head + block_n) * _WG_M // Hopper.WARP_GROUP_THREADS,
@@ -84,6 +88,7 @@ def tma_context(config: Config, head: int, dtype: str) -> dict[str, Any]:
         "dynamic": _draws(config),
         "lazy": p["rescale"] == "lazy",
         "own_ranges": p["ranges"] == "own",
+        "split_tail": _splits(config),
         "two_entries": p["carry"] != "wide" and p["unroll"] == 1,
         "ptx_dtype": {"bf16": "bf16", "fp16": "f16"}[dtype],
         "rescaled_values": head * _WG_M // Hopper.WARP_GROUP_THREADS,  # of the output, in one thread
@@ -123,3 +128,8 @@ def without_idle_window(data: Mapping[str, Any], rows: str, keys: str) -> dict[s
 def _draws(config: Config) -> bool:
     """Whether tiles are drawn at run time, as they always are where that is no parameter."""
     return config.params.get("schedule", "dynamic") == "dynamic"
+
+
+def _splits(config: Config) -> bool:
+    """Whether tiles of the last round come in pieces."""
+    return config.params.get("tail") == "split"

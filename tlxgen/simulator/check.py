@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tlxgen import accuracy, ops
 from tlxgen.emit import KernelSource, emit
@@ -25,6 +25,9 @@ from tlxgen.simulator.findings import Finding, Place
 from tlxgen.simulator.machine import POLICIES, Limits, Machine, Policy
 from tlxgen.simulator.program import Program, load
 from tlxgen.simulator.timeline import Timeline
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -224,15 +227,26 @@ class _Trial:
             self.inputs[name].fill_(float("nan"))
         module: Any = SimpleNamespace(arguments=self.program["arguments"])
         grid, args = self.operator.arguments(module, self.inputs, output, num_sms=self.case.num_sms)
+        counters = self._counters(args)
         kernel = self.program["kernel"]
         kernel.launch(machine, grid, args, self.program["OPTIONS"])
         if not machine.completed:
             return
         reason = accuracy.why_wrong(output, self.reference, self.library)
         reason = reason or self.operator.why_side_output_wrong(self.case.problem, self.inputs, self.beside)
+        if not reason and any(bool(counter.any()) for counter in counters):
+            reason = "counters that were zero are not: the next launch, which may be given them again, would go wrong"
         if reason:
             place = Place(kernel.name, kernel.function.__code__.co_firstlineno)
             machine.findings.append(Finding("wrong_result", f"{self.case.problem.label}: {reason}", place))
+
+    def _counters(self, args: Iterable[Any]) -> list[torch.Tensor]:
+        """Zeros that the host side made for the launch; run time keeps them for the next (`tlxgen.replay`)."""
+        import torch
+
+        operands = {x.data_ptr() for x in self.inputs.values() if isinstance(x, torch.Tensor)}
+        tensors = (arg for arg in args if isinstance(arg, torch.Tensor) and arg.dtype == torch.int32)
+        return [arg for arg in tensors if arg.data_ptr() not in operands and not arg.any()]
 
 
 def describe(report: Report) -> Iterator[str]:

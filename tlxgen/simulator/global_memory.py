@@ -102,12 +102,13 @@ class GlobalMemory:
             return f"{nearest.last - address} bytes before the end of {nearest.name}, which are no whole element"
         return f"{address - nearest.last} bytes past the end of {nearest.name}"
 
-    def synchronise(self, addresses: np.ndarray, known: Knowledge) -> None:
-        """An atomic acquires what earlier ones on the same addresses have released, and releases what is known now."""
+    def synchronise(self, addresses: np.ndarray, known: Knowledge, told: Knowledge) -> None:
+        """An atomic acquires what earlier ones on the same addresses have released, and releases what is told."""
         for address in np.unique(addresses).tolist():
             released = self._released.setdefault(address, Knowledge())
-            known.join(released)
-            released.join(known)
+            acquired = released.copy()
+            released.join(told)
+            known.join(acquired)
 
     def note(self, storage: Storage, where: Any, access: Access, known: Clock) -> Iterator[Access]:
         """Records an access to elements; earlier ones that conflict and are not known to be finished."""

@@ -44,7 +44,8 @@ class GlobalOperations:
         self._machine.fail(kind, message)
 
     def block_barrier(self) -> None:
-        """`tl.debug_barrier`: threads of one task move as one here."""
+        """`tl.debug_barrier`."""
+        self._machine.task.meet()
 
     def asm_meaning(self, text: str) -> Callable[..., Any] | None:
         """What a piece of inline assembly computes."""
@@ -79,6 +80,8 @@ class GlobalOperations:
                 continue
             places = global_memory.scatter(storage, addresses, values, element, lanes)
             self.note_elements(storage, places, self._access("store", write=True))
+        if addresses.size > 1:
+            self._machine.task.part()
 
     def global_atomic(
         self,
@@ -88,7 +91,10 @@ class GlobalOperations:
         mask: np.ndarray | None,
         operation: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ) -> np.ndarray:
-        """Read-modify-write; the old values. Acquires and releases, so other CTAs may be waited for."""
+        """Read-modify-write; the old values. Acquires and releases, so other CTAs may be waited for.
+
+        On one address one thread does so, which speaks for the others only if they have met.
+        """
         m = self._machine
         m.pause("atomic", always=True)
         addresses = np.asarray(addresses)
@@ -98,13 +104,14 @@ class GlobalOperations:
                 self._refuse_addresses("atomic on", addresses, lanes)
                 continue
             if addresses.size <= _LOCKSTEP_LANES:
-                m.memory.synchronise(addresses if lanes is ... else addresses[lanes], m.task.known)
+                told = m.task.told_by_one() if addresses.size == 1 else m.task.known
+                m.memory.synchronise(addresses if lanes is ... else addresses[lanes], m.task.known, told)
             old, places = global_memory.combine(storage, addresses, values, element, lanes, operation)
             access = self._access("atomic", write=True)
             access.atomic = True
             self.note_elements(storage, places, access)
             result = old if lanes is ... else np.where(lanes, old, result)
-        m.task.release()
+        m.task.meet()  # to be told the result
         return result
 
     # ---- through descriptors

@@ -407,6 +407,7 @@ class Machine:
                 )
             )
             barrier.pass_round(number, task.known)
+            task.meet()
 
     def cluster_barrier(self) -> None:
         """All threads of all CTAs of the cluster meet.

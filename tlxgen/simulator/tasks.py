@@ -69,7 +69,9 @@ class Wait:
 
 @dataclass
 class Task:
-    """One role: the code of one `async_task`, or the kernel around it. All its threads move as one.
+    """One role: the code of one `async_task`, or the kernel around it.
+
+    All its threads move as one, but one that speaks for all does not know what others have stored: `apart`.
 
     Attributes:
         component, epoch: what it does now is known to be finished by whoever knows the component at the epoch.
@@ -77,6 +79,7 @@ class Task:
         known: what it knows to be finished.
         replica: its number among those of one `async_task(replicate=...)`.
         line: where it was last seen.
+        apart: the epoch of the first stores of its threads to global memory that they have not met after; 0 if none.
     """
 
     name: str
@@ -92,6 +95,7 @@ class Task:
     waiting: Wait | None = None
     greenlet: Any = None
     line: int = 0
+    apart: int = 0
     ended: bool = False
     joining: bool = False  #: a kernel whose tasks run; it does nothing until they have ended
     uncommitted: list[Callable[[], None]] = field(default_factory=list)  #: cp.async copies that no group has yet
@@ -116,6 +120,24 @@ class Task:
         self.epoch += 1
         self.known.finished[self.component] = self.epoch
         return snapshot
+
+    def part(self) -> None:
+        """Each of its threads stores something to global memory."""
+        if not self.apart and self.threads > 1:
+            self.apart = self.epoch
+
+    def meet(self) -> None:
+        """Its threads wait for each other: what they have done, whichever goes on may tell."""
+        self.apart = 0
+        self.release()
+
+    def told_by_one(self) -> Knowledge:
+        """What one of its threads knows to be finished: not what the others have stored since they met."""
+        if not self.apart:
+            return self.known
+        told = self.known.copy()
+        told.finished[self.component] = self.apart - 1
+        return told
 
     def access(self, what: str, *, write: bool) -> Access:
         """An ordinary access at this moment."""

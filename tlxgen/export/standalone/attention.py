@@ -90,7 +90,8 @@ def _by_torch(
 ) -> tuple[Tensor, Tensor]:
     group = q.shape[1] // k.shape[1]
     square = causal == "none" or (q.shape[2] == k.shape[2] and (scale is None or scale > 0))
-    if square and not (window or softcap or return_lse) and k.shape[2]:
+    # Of no batches cuDNN's, which torch asks first on Hopper, returns None.
+    if square and not (window or softcap or return_lse) and q.shape[0] and k.shape[2]:
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=causal != "none", scale=scale, enable_gqa=group > 1
         )

@@ -1,0 +1,209 @@
+"""Attention's last round of tiles, split over the keys: who works on what, and in the simulator what comes of it."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlxgen import accuracy, devices, loader, ops
+from tlxgen.candidates import candidates
+from tlxgen.config import Config
+from tlxgen.emit import KernelSource, emit
+from tlxgen.ops.attention import AttentionProblem
+from tlxgen.simulator import meanings
+from tlxgen.simulator.check import check
+from tlxgen.simulator.machine import Machine
+from tlxgen.simulator.program import load
+
+ATTENTION = ops.get("attention")
+H200 = devices.target("h200")
+
+
+def problem(shape: tuple[int, int, int, int], **options: Any) -> AttentionProblem:
+    made = ATTENTION.problem(shape, **options)
+    assert isinstance(made, AttentionProblem)
+    return made
+
+
+def config(made: AttentionProblem, **params: Any) -> Config:
+    """The model's favourite that splits its last round."""
+    legal = candidates(made, H200, ("attention_tma",))
+    wanted = {"tail": "split", **params}
+    return next(one for one in legal if wanted.items() <= one.params.items())
+
+
+def source(shape: tuple[int, int, int, int] = (4, 32, 4096, 64), **options: Any) -> KernelSource:
+    made = problem(shape, **options)
+    return emit(ATTENTION, made, config(made))
+
+
+def launch(kernel: KernelSource, made: AttentionProblem, num_sms: int, seed: int = 1) -> tuple[torch.Tensor, Any, Any]:
+    """The result of a simulated launch, its counters, and its inputs."""
+    program = load(kernel.file_name, kernel.text)
+    inputs = ATTENTION.inputs(made, "cpu", 0)
+    out = ATTENTION.output(made, inputs).fill_(float("nan"))
+    module: Any = SimpleNamespace(arguments=program["arguments"])
+    grid, args = ATTENTION.arguments(module, inputs, out, num_sms=num_sms)
+    machine = Machine(seed=seed, assembly=meanings.meaning)
+    program["kernel"].launch(machine, grid, args, program["OPTIONS"])
+    assert not machine.findings, machine.findings[0]
+    (counters,) = (arg for arg in args if isinstance(arg, torch.Tensor) and arg.dtype == torch.int32)
+    return out, counters, inputs
+
+
+class Walk:
+    """The functions of an emitted kernel that say who works on what, as plain Python."""
+
+    def __init__(self, text: str) -> None:
+        self.program, self.programs = 0, 1
+        tl = SimpleNamespace(
+            program_id=lambda _: self.program,
+            num_programs=lambda _: self.programs,
+            where=lambda condition, one, other: one if condition else other,
+            cdiv=lambda a, b: -(-a // b),
+        )
+        self.names: dict[str, Any] = {"tl": tl}
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef) and node.name in ("cut", "turns", "work_at", "pieces_of"):
+                node.decorator_list = []
+                exec(compile(ast.Module([node], []), "emitted", "exec"), self.names)
+
+    def work(self, program: int, *sizes: int) -> list[tuple[int, int, int]]:
+        """Tile, and blocks of keys from where to where, of each turn."""
+        self.program = program
+        return [self.names["work_at"](turn, *sizes) for turn in range(self.names["turns"](*sizes))]
+
+    def pieces(self, tile: int, *sizes: int) -> range:
+        """The numbers of a split tile's pieces."""
+        first, count = self.names["pieces_of"](tile, *sizes)
+        return range(first, first + count)
+
+
+KERNEL = source()
+MODULE = loader.load(KERNEL)
+WALK = Walk(KERNEL.text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 140))
+def test_every_block_of_every_tile_is_worked_on_once(tiles: int, blocks: int, num_sms: int) -> None:
+    made = problem((1, tiles, 1, 64), kv_heads=1, kv_len=blocks * 128)
+    inputs = ATTENTION.inputs(made, "meta", 0)
+    grid, args = ATTENTION.arguments(MODULE, inputs, ATTENTION.output(made, inputs), num_sms=num_sms)
+    partial, counters, (_, whole_tiles, sharers) = *args[4:6], args[7:10]
+    rows = partial.numel() // (MODULE.HEAD + 2)
+    WALK.programs, sizes = grid[0], (tiles, whole_tiles, sharers, blocks)
+    assert grid[0] <= num_sms
+
+    done: dict[int, list[tuple[int, int]]] = {}
+    numbers: dict[int, list[int]] = {}
+    for program in range(grid[0]):
+        for index, first, end in WALK.work(program, *sizes):
+            done.setdefault(index, []).append((first, end))
+            if index >= whole_tiles:
+                numbers.setdefault(index - whole_tiles, []).append(program + index - whole_tiles)
+    assert sorted(done) == list(range(tiles))
+    for index, pieces in done.items():
+        assert [0, *(end for _, end in pieces)] == [*(first for first, _ in pieces), blocks], "end to end"
+        assert all(first < end for first, end in pieces), "none of nothing"
+        assert len(pieces) == 1 or index >= whole_tiles
+
+    assert len(numbers) == tiles - whole_tiles
+    assert counters.numel() == len(numbers) * MODULE.BLOCK_M // MODULE.WG_M, "one for each consumer of each"
+    for tile, found in numbers.items():
+        assert found == list(WALK.pieces(tile, tiles - whole_tiles, sharers, blocks))
+        assert len(found) <= MODULE.PIECES
+        assert (max(found) + 1) * MODULE.BLOCK_M <= rows, "there is room for all of them"
+    each = [number for found in numbers.values() for number in found]
+    assert len(set(each)) == len(each), "no two have one place"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 6),
+    st.integers(1, 200),
+    st.integers(1, 700),
+    st.integers(2, 5),
+    st.sampled_from([{}, {"lse": True}, {"softcap": 20.0, "lse": True}, {"dtype": "fp16"}]),
+)
+def test_pieces_add_up_to_the_library_s_result(
+    heads: int, rows: int, keys: int, num_sms: int, options: dict[str, Any]
+) -> None:
+    made = problem((1, heads, rows, 64), kv_len=keys, **options)
+    kernel = source(**options)
+    out, counters, inputs = launch(kernel, made, num_sms)
+    reason = accuracy.why_wrong(out, ATTENTION.reference(made, inputs), ATTENTION.eager(made, inputs))
+    assert reason is None, reason
+    assert not counters.any(), "the next launch finds them as this one did"
+
+
+def test_whoever_comes_last_the_result_is_the_same_to_the_bit() -> None:
+    made, kernel = problem((1, 2, 130, 64), kv_len=900), source()
+    results = [launch(kernel, made, 5, seed)[0] for seed in range(6)]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize(
+    ("D", "params"),
+    [
+        (40, {}),
+        (64, {"carry": "pairs", "rescale": "lazy", "consumers": 2}),
+        (128, {"staging": "q"}),
+        (128, {"sums": "rows", "unroll": 2}),
+        (256, {}),
+        (256, {"staging": "q"}),
+    ],
+)
+def test_is_clean_with_every_way_out(D: int, params: dict[str, Any]) -> None:  # noqa: N803 - the field's name
+    made = problem((1, 2, 1000, D), lse=True)
+    report = check(emit(ATTENTION, made, config(made, **params)), 4)
+    assert report.clean, report.findings[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        (
+            "                    tl.debug_barrier()  # all threads have stored before one of them says so\n",
+            "",
+            "data_race",
+        ),
+        ("== pieces - 1:", "== pieces - 2:", "wrong_result"),
+        ("== pieces - 1:", "== 0:", "data_race"),
+        ("index - whole_tiles\n", "0\n", "wrong_result"),
+        ("tl.where(turn == 0, block, 0)", "block * 0", "wrong_result"),
+        ("next_block, blocks)", "blocks, blocks)", "wrong_result"),
+        ("total * factor + sums * weight", "total + sums", "wrong_result"),
+        ("(3, 0, 2, 4, 1, 5)", "(3, 0, 2, 4, 5, 1)", "wrong_result"),
+    ],
+)
+def test_with_a_slip_is_found(old: str, new: str, kind: str) -> None:
+    kernel = source()
+    assert kernel.text.count(old) == 1
+    report = check(replace(kernel, text=kernel.text.replace(old, new)), 4)
+    assert kind in {finding.kind for finding in report.findings}, report
+
+
+def test_only_tiles_of_equal_work_come_in_rounds() -> None:
+    made = problem((4, 32, 4096, 64), causal="bottom-right")
+    assert {one.params["tail"] for one in candidates(made, H200, ("attention_tma",))} == {"whole"}
+
+
+def test_a_round_of_its_own_or_almost_is_left_whole() -> None:
+    """Nothing could be won; and without pieces there is nothing to be put together."""
+    kernel = source()
+    for heads, num_sms in ((6, 3), (5, 6), (132, 132), (130, 132)):
+        made = problem((1, heads, 64, 64), kv_heads=1, kv_len=1000)
+        inputs = ATTENTION.inputs(made, "meta", 0)
+        grid, args = ATTENTION.arguments(loader.load(kernel), inputs, ATTENTION.output(made, inputs), num_sms=num_sms)
+        partial, counters, (tiles, whole_tiles, sharers) = *args[4:6], args[7:10]
+        sizes = (partial.numel(), counters.numel(), sharers)
+        assert sizes == (0, 0, 0) if whole_tiles == tiles else 10 * (tiles - whole_tiles) <= 9 * sharers
+        assert grid[0] == (min(heads, num_sms) if whole_tiles == tiles else max(sharers, min(heads, num_sms)))
