@@ -63,7 +63,14 @@ def _favourite(problem: Problem, gpu: Gpu, templates: tuple[str, ...] | None) ->
 
 @lru_cache(maxsize=1024)
 def _of_class(one: Problem, gpu: Gpu, templates: tuple[str, ...] | None, _spaces: object) -> tuple[Config, ...]:
-    return tuple(_ranked(one, gpu, templates)[:_FAVOURITES])
+    """The best of a class, for each value of what sizes of one class do not agree on."""
+    names = ops.get(one.operator).by_size
+    best: dict[tuple[object, ...], list[Config]] = {}
+    for config in _ranked(one, gpu, templates):
+        alike = best.setdefault(tuple(config.params.get(name) for name in names), [])
+        if len(alike) < _FAVOURITES:
+            alike.append(config)
+    return tuple(config for alike in best.values() for config in alike)
 
 
 def forget() -> None:

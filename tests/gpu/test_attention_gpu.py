@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -90,6 +92,40 @@ def test_the_same_arguments_may_be_launched_again(splits: int) -> None:
         results.append(out.clone())
     assert all(torch.equal(result, results[0]) for result in results)
     torch.testing.assert_close(results[0], ATTENTION.eager(problem, inputs), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 8, 1000, 128), {"kv_len": 5001, "lse": True}),  # fewer tiles than programs
+        ((1, 40, 1000, 64), {"kv_len": 3000, "dtype": "fp16", "softcap": 30.0}),
+        ((5, 10, 1000, 96), {"kv_heads": 5, "kv_len": 2500}),  # whole tiles, and pieces
+        ((3, 10, 1000, 256), {"lse": True}),
+    ],
+    ids=str,
+)
+def test_pieces_of_tiles_add_up_launch_for_launch(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    """Whichever piece comes last, bits are the same, and the count is left as it was found."""
+    problem = ATTENTION.problem(shape, **options)
+    legal = candidates(problem, H200, ("attention_tma",))
+    inputs = ATTENTION.inputs(problem, "cuda", 0)
+    out = ATTENTION.output(problem, inputs)
+    module = load(emit(ATTENTION, problem, next(c for c in legal if c.params["tail"] == "split")))
+    grid, args = ATTENTION.arguments(module, inputs, out, num_sms=132)
+    (counters,) = (x for x in args if isinstance(x, torch.Tensor) and x.dtype == torch.int32)
+    assert counters.numel() > 0
+    launcher = Launcher(module, args, torch.cuda.get_device_capability())
+    results = []
+    for _ in range(200):
+        out.fill_(float("nan"))
+        launcher(grid, torch.cuda.current_stream().cuda_stream, args)
+        results.append(out.clone())
+    assert not counters.any()
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert ATTENTION.why_side_output_wrong(problem, inputs, ATTENTION.side_outputs(problem, inputs)) is None
+    library = ATTENTION.eager(problem, inputs)  # writes its own log-sum-exp
+    reason = accuracy.why_wrong(results[0], ATTENTION.reference(problem, inputs), library)
+    assert reason is None, reason
 
 
 def test_other_libraries_are_timed_beside_candidates(child: Child) -> None:

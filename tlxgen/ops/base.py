@@ -60,6 +60,8 @@ class Operator(ABC, Generic[P]):
     #: Name of the output among the parameters of the emitted `arguments` and `launch`.
     output_name: ClassVar[str]
     problem_type: type[P]
+    #: Parameters that pay or do not from size to size: how full the last round of tiles is, no class of sizes tells.
+    by_size: ClassVar[tuple[str, ...]] = ()
     #: Registers that a kernel may keep in memory, in bytes a thread; more is not worth timing.
     allowed_spill_bytes: ClassVar[int] = 0
 
