@@ -227,7 +227,7 @@ class Run:
     def task(self, name: str, threads: int = 128) -> Task:
         cta = Cta(0, (0, 0, 0), 0, Cluster())
         dots, stores, copies = (Queue(self.component(), kind) for kind in ("wgmma", "store", "cp.async"))
-        return Task(name, cta, threads, self.component(), dots, stores, copies)
+        return Task(name, cta, threads, self.component(), self.component(), dots, stores, copies)
 
     def mbarrier(self, name: str, count: int) -> Mbarrier:
         return Mbarrier(self.component(), name, 1, Phases(count))

@@ -1236,6 +1236,45 @@ class TestAtomics:
 
     def test_are_one_thread_s_which_does_not_know_what_others_have_stored(self) -> None:
         SPLIT.but("tl.debug_barrier()  # of all threads").finds("data_race", "gather", "part")
+        SPLIT.but("tl.debug_barrier()  # of all threads", "tl.atomic_add(out + me, 0.0)").finds(
+            "data_race", "gather", "part"
+        )
+
+    def test_nor_what_others_have_read(self) -> None:
+        text = """
+@triton.jit
+def kernel(count, out):
+    i = tl.arange(0, 64)
+    x = tl.load(out + i)  # read
+    tl.debug_barrier()
+    if tl.atomic_add(count, 1) == 1:
+        tl.store(out + i, x + 1.0)  # overwritten
+"""
+        case = Case(text, lambda: [torch.zeros(1, dtype=torch.int32)], (64,), lambda *_: torch.ones(64), grid=(2,))
+        case.but("tl.debug_barrier()").finds("data_race", "overwritten", "read")
+
+    def test_tell_what_that_thread_has_done(self) -> None:
+        """A counter that goes back to zero, and a number beside a flag, whatever all threads store meanwhile."""
+        text = """
+@triton.jit
+def kernel(drawn, count, number, out):
+    index = tl.program_id(0)
+    while index < 5:
+        tl.store(out + index * 64 + tl.arange(0, 64), index)
+        turn = tl.atomic_add(drawn, 1)
+        if turn == 4:
+            tl.store(drawn, 0)
+        index = turn + tl.num_programs(0)
+    tl.store(number + tl.program_id(0), 7)
+    if tl.atomic_add(count, 1) == 1:
+        tl.store(out + 320, tl.load(number) + tl.load(number + 1))
+"""
+
+        def inputs() -> list[Any]:
+            return [torch.zeros(n, dtype=torch.int32) for n in (1, 1, 2)]
+
+        expected = torch.cat([torch.arange(5.0).repeat_interleave(64), torch.tensor([14.0])])
+        Case(text, inputs, (321,), lambda *_: expected, grid=(2,)).check()
 
     def test_that_nobody_waits_for_order_nothing(self) -> None:
         case = SPLIT.but("while tl.atomic_add(count, 0) < others:  # spin\n            pass", "tl.atomic_add(count, 0)")

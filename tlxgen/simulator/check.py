@@ -8,6 +8,7 @@ Any other kernel is run as its own host code launches it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Iterable, Iterator
@@ -225,28 +226,55 @@ class _Trial:
         output.fill_(float("nan"))
         for name in self.beside:
             self.inputs[name].fill_(float("nan"))
-        module: Any = SimpleNamespace(arguments=self.program["arguments"])
-        grid, args = self.operator.arguments(module, self.inputs, output, num_sms=self.case.num_sms)
-        counters = self._counters(args)
+        zeros = _Zeros()
+        with zeros.noted(self.program):
+            module: Any = SimpleNamespace(arguments=self.program["arguments"])
+            grid, args = self.operator.arguments(module, self.inputs, output, num_sms=self.case.num_sms)
         kernel = self.program["kernel"]
         kernel.launch(machine, grid, args, self.program["OPTIONS"])
         if not machine.completed:
             return
         reason = accuracy.why_wrong(output, self.reference, self.library)
         reason = reason or self.operator.why_side_output_wrong(self.case.problem, self.inputs, self.beside)
-        if not reason and any(bool(counter.any()) for counter in counters):
-            reason = "counters that were zero are not: the next launch, which may be given them again, would go wrong"
+        if not reason and zeros.touched:
+            reason = "zeros are not left as zeros: the next launch, which may be given them again, would go wrong"
         if reason:
             place = Place(kernel.name, kernel.function.__code__.co_firstlineno)
             machine.findings.append(Finding("wrong_result", f"{self.case.problem.label}: {reason}", place))
 
-    def _counters(self, args: Iterable[Any]) -> list[torch.Tensor]:
-        """Zeros that the host side made for the launch; run time keeps them for the next (`tlxgen.replay`)."""
+
+class _Zeros:
+    """In place of a program's `torch`: notes the zeros that its host side makes, which `tlxgen.replay` keeps."""
+
+    def __init__(self) -> None:
+        self._made: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
         import torch
 
-        operands = {x.data_ptr() for x in self.inputs.values() if isinstance(x, torch.Tensor)}
-        tensors = (arg for arg in args if isinstance(arg, torch.Tensor) and arg.dtype == torch.int32)
-        return [arg for arg in tensors if arg.data_ptr() not in operands and not arg.any()]
+        return getattr(torch, name)
+
+    def zeros(self, *size: Any, **options: Any) -> torch.Tensor:
+        """`torch.zeros`."""
+        import torch
+
+        self._made.append(torch.zeros(*size, **options))
+        return self._made[-1]
+
+    @contextlib.contextmanager
+    def noted(self, program: Program) -> Iterator[None]:
+        """While this lasts, the program's zeros are."""
+        own = program.namespace.get("torch")
+        program.namespace["torch"] = self
+        try:
+            yield
+        finally:
+            program.namespace["torch"] = own
+
+    @property
+    def touched(self) -> bool:
+        """Whether any of them are zeros no more."""
+        return any(bool(tensor.any()) for tensor in self._made)
 
 
 def describe(report: Report) -> Iterator[str]:

@@ -63,7 +63,8 @@ class GlobalOperations:
                 self._refuse_addresses("load from", addresses, lanes)
                 continue
             values, places = global_memory.gather(storage, addresses, element, lanes)
-            self.note_elements(storage, places if lanes is ... else places[lanes], self._access("load", write=False))
+            access = self._access("load", addresses, write=False)
+            self.note_elements(storage, places if lanes is ... else places[lanes], access)
             if lanes is ...:
                 result = values
             else:
@@ -79,9 +80,7 @@ class GlobalOperations:
                 self._refuse_addresses("store to", addresses, lanes)
                 continue
             places = global_memory.scatter(storage, addresses, values, element, lanes)
-            self.note_elements(storage, places, self._access("store", write=True))
-        if addresses.size > 1:
-            self._machine.task.part()
+            self.note_elements(storage, places, self._access("store", addresses, write=True))
 
     def global_atomic(
         self,
@@ -107,11 +106,11 @@ class GlobalOperations:
                 told = m.task.told_by_one() if addresses.size == 1 else m.task.known
                 m.memory.synchronise(addresses if lanes is ... else addresses[lanes], m.task.known, told)
             old, places = global_memory.combine(storage, addresses, values, element, lanes, operation)
-            access = self._access("atomic", write=True)
+            access = self._access("atomic", addresses, write=True)
             access.atomic = True
             self.note_elements(storage, places, access)
             result = old if lanes is ... else np.where(lanes, old, result)
-        m.task.meet()  # to be told the result
+        m.task.release()
         return result
 
     # ---- through descriptors
@@ -137,14 +136,14 @@ class GlobalOperations:
         """`desc.load`."""
         self._machine.pause("desc.load")
         where = [int(o) for o in offsets]
-        self.note_box(descriptor, where, self._access("TMA load", write=False))
+        self.note_box(descriptor, where, self._machine.task.access("TMA load", write=False))
         return Block(descriptor.read(where), descriptor.dtype)
 
     def descriptor_store(self, descriptor: Descriptor, offsets: Sequence[Any], value: Any, reduction: str) -> None:
         """`desc.store`: the task goes on when the staging tile has been read; the write itself ends with the kernel."""
         self._machine.pause("desc.store")
         where = [int(o) for o in offsets]
-        access = self._access("TMA store", write=True)
+        access = self._machine.task.access("TMA store", write=True)
         access.index, access.generic, access.atomic = IN_FLIGHT, False, bool(reduction)
         self.note_box(descriptor, where, access)
         descriptor.write(where, value.to(descriptor.dtype).data, reduction)
@@ -164,8 +163,13 @@ class GlobalOperations:
             message = f"{access.what} of {storage.name}, while nothing orders {old} before it"
             self._machine.fail("data_race", message, access.place, old.place)
 
-    def _access(self, what: str, *, write: bool) -> Access:
-        return self._machine.task.access(what, write=write)
+    def _access(self, what: str, addresses: np.ndarray, *, write: bool) -> Access:
+        """Of one thread where there is one address to come to, of all threads by themselves where there are more."""
+        task = self._machine.task
+        if addresses.size == 1:
+            return task.access_of_one(what, write=write)
+        task.part()
+        return task.access(what, write=write)
 
     def _refuse_addresses(self, what: str, addresses: np.ndarray, lanes: np.ndarray) -> None:
         """A finding for lanes whose addresses lie in no storage."""

@@ -154,7 +154,7 @@ class Machine:
         """A task that will run `body`; it starts with what its parent knows."""
         component = self.new_component()
         dots, stores, copies = (Queue(self.new_component(), what) for what in ("wgmma", "TMA store", "cp.async"))
-        task = Task(name, cta, threads, component, dots, stores, copies, known)
+        task = Task(name, cta, threads, component, self.new_component(), dots, stores, copies, known)
         task.greenlet = greenlet.greenlet(lambda: self._run_task(task, body), self._hub)
         cta.tasks.append(task)
         self._tasks.append(task)

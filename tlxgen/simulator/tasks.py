@@ -71,21 +71,24 @@ class Wait:
 class Task:
     """One role: the code of one `async_task`, or the kernel around it.
 
-    All its threads move as one, but one that speaks for all does not know what others have stored: `apart`.
+    All its threads move as one, but for one thing: what one of them tells others by an atomic holds for what this one
+    has done, and for what all had done when they last met.
 
     Attributes:
         component, epoch: what it does now is known to be finished by whoever knows the component at the epoch.
+        speaker: likewise, of what one thread does for all: whatever has a single address.
         dots, stores, copies: what it has under way, of wgmma, of TMA stores and of cp.async.
         known: what it knows to be finished.
         replica: its number among those of one `async_task(replicate=...)`.
         line: where it was last seen.
-        apart: the epoch of the first stores of its threads to global memory that they have not met after; 0 if none.
+        apart: the epoch of the first accesses of its threads to global memory that they have not met after; 0 if none.
     """
 
     name: str
     cta: Cta
     threads: int
     component: int
+    speaker: int
     dots: Queue
     stores: Queue
     copies: Queue
@@ -102,7 +105,7 @@ class Task:
     uncommitted_accesses: list[Access] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.known.finished[self.component] = self.epoch
+        self.known.finished[self.component] = self.known.finished[self.speaker] = self.epoch
 
     @property
     def now(self) -> Arrival:
@@ -118,11 +121,11 @@ class Task:
         """What it knows, as of now; what it does from here on is later."""
         snapshot = self.known.copy()
         self.epoch += 1
-        self.known.finished[self.component] = self.epoch
+        self.known.finished[self.component] = self.known.finished[self.speaker] = self.epoch
         return snapshot
 
     def part(self) -> None:
-        """Each of its threads stores something to global memory."""
+        """Each of its threads comes to global memory by itself."""
         if not self.apart and self.threads > 1:
             self.apart = self.epoch
 
@@ -132,7 +135,7 @@ class Task:
         self.release()
 
     def told_by_one(self) -> Knowledge:
-        """What one of its threads knows to be finished: not what the others have stored since they met."""
+        """What one of its threads knows to be finished: not what the others have done since they met."""
         if not self.apart:
             return self.known
         told = self.known.copy()
@@ -142,6 +145,10 @@ class Task:
     def access(self, what: str, *, write: bool) -> Access:
         """An ordinary access at this moment."""
         return Access(what, self.place, write, self.component, self.epoch)
+
+    def access_of_one(self, what: str, *, write: bool) -> Access:
+        """One thread's."""
+        return Access(what, self.place, write, self.speaker, self.epoch)
 
 
 @dataclass
