@@ -190,7 +190,7 @@ def _describes(value: Any, told: Described, tensors: Sequence[Tensor]) -> bool:
 class Replay:
     """A trace, launched by the dispatcher of a binary; one at a time, since its arguments are kept."""
 
-    __slots__ = ("_args", "_bases", "_dispatch", "_lock", "_pointers", "_scratch", "_zeros")
+    __slots__ = ("_args", "_bases", "_dispatch", "_kept", "_lock", "_pointers", "_scratch", "_zeros")
 
     def __init__(self, found: Trace, launcher: Launcher, device: torch.device) -> None:
         """Of what a launch is made of, the launcher of its binary, which has a dispatcher, and its device."""
@@ -209,14 +209,22 @@ class Replay:
         )
         self._scratch = tuple((scratch.maker(device), scratch.zeros) for scratch in found.scratch)
         self._zeros: dict[int, Tensor] = {}  #: of launches on the default stream
+        self._kept: tuple[list[Tensor], list[int]] | None = (
+            None  #: these and their addresses, where all scratch is zeros
+        )
         self._dispatch = launcher.dispatcher
         self._lock = launcher.lock  # the descriptors' too, which are these for all launches
 
     def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int], stream: int) -> None:
         """Launches on a raw stream of the current device; the tensors are the call's own in order, output last."""
         if self._scratch:
-            made = self._made(stream)
-            tensors, addresses = [*tensors, *made], [*addresses, *(tensor.data_ptr() for tensor in made)]
+            scratch = self._kept if stream == _DEFAULT_STREAM else None
+            if scratch is None:
+                made = self._made(stream)
+                scratch = made, [tensor.data_ptr() for tensor in made]
+                if stream == _DEFAULT_STREAM and all(zeros for _, zeros in self._scratch):
+                    self._kept = scratch
+            addresses = [*addresses, *scratch[1]]  # the tensors live until the launch is on its way
         args = self._args
         with self._lock:
             args[_STREAM] = stream
