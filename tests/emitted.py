@@ -102,6 +102,16 @@ FLASH_DYNAMIC = emit(
     ),
 )
 
+FLASH_SPLIT_PROBLEM = ATTENTION.problem((4, 8, 4096, 64), kv_heads=4)
+FLASH_SPLIT = emit(
+    ATTENTION,
+    FLASH_SPLIT_PROBLEM,
+    Config(
+        template="attention_tma",
+        params={**FLASH.config.params, "pingpong": "off", "sums": "lanes", "tail": "split"},
+    ),
+)
+
 VARLEN_PROBLEM = ATTENTION_VARLEN.problem((8, 8, 8 * 1024, 64), kv_heads=4, max_q=2048, causal="bottom-right", lse=True)
 VARLEN = emit(
     ATTENTION_VARLEN,

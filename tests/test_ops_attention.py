@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tlxgen
+from tests.simulated import launch
 from tlxgen import accuracy, devices, loader, ops, runtime
 from tlxgen.candidates import candidates
 from tlxgen.config import Config
 from tlxgen.emit import KernelSource, emit
 from tlxgen.errors import InvalidProblemError
 from tlxgen.ops.attention import AttentionProblem
-from tlxgen.simulator import meanings
 from tlxgen.simulator.check import check
-from tlxgen.simulator.machine import Machine
-from tlxgen.simulator.program import load
 
 ATTENTION = ops.get("attention")
 H200 = devices.target("h200")
@@ -140,17 +137,11 @@ class Call:
     inputs: dict[str, Any]
 
     def run(self, num_sms: int = 2) -> torch.Tensor:
-        source = emit(ATTENTION, self.problem, self.config)
-        program = load(source.file_name, source.text)
         out = torch.full_like(self.inputs["q"], float("nan"))
         refusal = ATTENTION.launchable(self.problem, self.config, self.inputs, out)
         assert refusal is None, refusal
         assert ATTENTION.check_call(self.problem, self.inputs) is None
-        module: Any = SimpleNamespace(arguments=program["arguments"])
-        grid, args = ATTENTION.arguments(module, self.inputs, out, num_sms=num_sms)
-        machine = Machine(seed=1, assembly=meanings.meaning)
-        program["kernel"].launch(machine, grid, args, program["OPTIONS"])
-        assert not machine.findings, machine.findings[0]
+        launch(ATTENTION, emit(ATTENTION, self.problem, self.config), self.inputs, out, num_sms=num_sms)
         return out
 
     def check(self) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tlxgen
+from tests.simulated import launch
 from tlxgen import accuracy, devices, ops
 from tlxgen.candidates import candidates
 from tlxgen.config import Config
@@ -194,19 +194,13 @@ class Call:
     inputs: dict[str, Any]
 
     def run(self, num_sms: int = 2) -> torch.Tensor:
-        source = emit(VARLEN, self.problem, self.config)
-        program = load(source.file_name, source.text)
         out = torch.full_like(self.inputs["q"], float("nan"))
         refusal = VARLEN.launchable(self.problem, self.config, self.inputs, out)
         assert refusal is None, refusal
         assert VARLEN.check_call(self.problem, self.inputs) is None
         if self.problem.lse:
             self.inputs["lse"].fill_(float("nan"))
-        module: Any = SimpleNamespace(arguments=program["arguments"])
-        grid, args = VARLEN.arguments(module, self.inputs, out, num_sms=num_sms)
-        machine = Machine(seed=1, assembly=meanings.meaning)
-        program["kernel"].launch(machine, grid, args, program["OPTIONS"])
-        assert not machine.findings, machine.findings[0]
+        launch(VARLEN, emit(VARLEN, self.problem, self.config), self.inputs, out, num_sms=num_sms)
         return out
 
     def check(self) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tlxgen
+from tests.simulated import launch
 from tlxgen import accuracy, devices, loader, ops, space
 from tlxgen.candidates import candidates
 from tlxgen.config import Config
@@ -22,10 +22,7 @@ from tlxgen.errors import InvalidProblemError, LaunchError
 from tlxgen.ops import grouped_gemm_torch
 from tlxgen.ops.grouped_gemm_problem import EPILOGUES, GroupedGemmProblem, drawn_sizes
 from tlxgen.selection import select
-from tlxgen.simulator import meanings
 from tlxgen.simulator.check import check
-from tlxgen.simulator.machine import Machine
-from tlxgen.simulator.program import load
 
 GROUPED = ops.get("grouped_gemm")
 H200 = devices.target("h200")
@@ -305,18 +302,12 @@ class Call:
     inputs: dict[str, Any]
 
     def run(self, out: torch.Tensor | None = None, num_sms: int = 3) -> torch.Tensor:
-        source = emit(GROUPED, self.problem, self.config)
-        program = load(source.file_name, source.text)
         if out is None:
             out = GROUPED.output(self.problem, self.inputs).fill_(NAN)
         refusal = GROUPED.launchable(self.problem, self.config, self.inputs, out)
         assert refusal is None, refusal
         assert GROUPED.check_call(self.problem, self.inputs) is None
-        module: Any = SimpleNamespace(arguments=program["arguments"])
-        grid, args = GROUPED.arguments(module, self.inputs, out, num_sms=num_sms)
-        machine = Machine(seed=1, assembly=meanings.meaning)
-        program["kernel"].launch(machine, grid, args, program["OPTIONS"])
-        assert not machine.findings, machine.findings[0]
+        launch(GROUPED, emit(GROUPED, self.problem, self.config), self.inputs, out, num_sms=num_sms)
         return out
 
     def check(self) -> torch.Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.simulated import launch
 from tests.stub_launcher import Noting, read
 from tlxgen import loader, ops, plans
 from tlxgen.candidates import candidates
@@ -20,9 +20,6 @@ from tlxgen.emit import emit
 from tlxgen.launch import SlimDescriptor
 from tlxgen.problem import Problem
 from tlxgen.replay import Replay, Scratch, trace
-from tlxgen.simulator import meanings
-from tlxgen.simulator.machine import Machine
-from tlxgen.simulator.program import load as load_program
 
 H200 = target("h200")
 
@@ -416,13 +413,9 @@ def test_kernels_leave_zeros_as_they_found_them(
     counters = 0
     for seed, case in enumerate(operator.small_cases(problem, config)):
         source = emit(operator, case.problem, config)
-        program = load_program(source.file_name, source.text)
         inputs = operator.inputs(case.problem, "cpu", 0)
-        module: Any = SimpleNamespace(arguments=program["arguments"])
-        grid, args = operator.arguments(module, inputs, operator.output(case.problem, inputs), num_sms=case.num_sms)
-        machine = Machine(seed=seed, assembly=meanings.meaning)
-        program["kernel"].launch(machine, grid, args, program["OPTIONS"])
-        assert not machine.findings
+        out = operator.output(case.problem, inputs)
+        args = launch(operator, source, dict(inputs), out, num_sms=case.num_sms, seed=seed)
         own = {x.data_ptr() for x in inputs.values() if isinstance(x, Tensor)}
         for arg in args:
             if isinstance(arg, Tensor) and arg.dtype == torch.int32 and arg.data_ptr() not in own:

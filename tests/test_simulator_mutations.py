@@ -17,6 +17,7 @@ from tests.emitted import (
     DECODE,
     FLASH,
     FLASH_DYNAMIC,
+    FLASH_SPLIT,
     GROUPED,
     LIMITS,
     PINGPONG,
@@ -208,7 +209,20 @@ VARLEN_BUGS = [
     bug("the log-sum-exp of every sequence lies at the start", "total_q + q_start + rows", "total_q + rows", "data_race wrong_result"),
 ]  # fmt: skip
 
+SPLIT_BUGS = [
+    bug("a piece is told of before all threads have stored it", "tl.debug_barrier()  # all threads have stored", "pass  # all threads have stored", "data_race"),
+    bug("the last but one puts pieces together", "== pieces - 1:", "== pieces - 2:", "data_race wrong_result"),
+    bug("the first puts pieces together", "== pieces - 1:", "== 0:", "data_race"),
+    bug("all tiles count in one place", "tile = index - whole_tiles\n", "tile = 0\n", "data_race wrong_result"),
+    bug("pieces begin at the first block", "tl.where(turn == 0, block, 0)", "block * 0", "wrong_result"),
+    bug("pieces end at the last block", "next_block, blocks)", "blocks, blocks)", "wrong_result"),
+    bug("sums of pieces are not rescaled", "total * factor + sums * weight", "total + sums", "wrong_result"),
+    bug("columns of a pair change places", "(3, 0, 2, 4, 1, 5)", "(3, 0, 2, 4, 5, 1)", "wrong_result"),
+    bug("the count stays", "tl.store(arrived, 0)", "pass", "wrong_result"),
+]  # fmt: skip
+
 DECODE_BUGS = [
+    bug("a split is told of before all threads have stored it", "tl.debug_barrier()  # all threads have stored", "pass  # all threads have stored", "data_race"),
     bug("keys are not waited for", "tlx.barrier_wait(k_full[stage], phase)", "pass", "data_race early_release unwritten_shared"),
     bug("values are not waited for", "tlx.barrier_wait(v_full[v_stage], v_phase)", "pass", "data_race early_release unwritten_shared"),
     bug("keys are not released", "release(k_empty[stage])", "pass", "deadlock"),
@@ -278,6 +292,7 @@ PLANTED: list[tuple[KernelSource, Bug]] = [
     *((WEIGHT_GRADIENT, one) for one in WEIGHT_GRADIENT_BUGS),
     *((FLASH, one) for one in FLASH_BUGS),
     *((FLASH_DYNAMIC, one) for one in DYNAMIC_BUGS),
+    *((FLASH_SPLIT, one) for one in SPLIT_BUGS),
     *((VARLEN, one) for one in VARLEN_BUGS),
     *((DECODE, one) for one in DECODE_BUGS),
     *((VECTOR, one) for one in VECTOR_BUGS),

@@ -185,7 +185,7 @@ def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: flo
     pieces_us = 0.0
     if problem.causal != "none":
         waste = 1.0 + 0.5 / max(1.0, rounds)
-    elif p.get("tail") == "split" and (last := _split_round(tiles, problem.kv_len, config, gpu)) < 1.0:
+    elif p.get("tail") == "split" and (last := split_round(tiles, problem.kv_len, config, gpu)) < 1.0:
         waste, pieces_us = (tiles // gpu.sm_count + last) / rounds, _PIECES_US
     else:
         waste = math.ceil(rounds) / rounds
@@ -203,10 +203,12 @@ def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: flo
     return _LAUNCH_US + _FILL_US + max(products * waste, memory) + pieces_us
 
 
-def _split_round(tiles: int, keys: int, config: Config, gpu: Gpu) -> float:
+def split_round(tiles: int, keys: int, config: Config, gpu: Gpu) -> float:
     """How much of a round the last one takes where its tiles are split, as the template's `arguments` has it."""
+    from tlxgen.ops.attention_kernels import MOST_PIECES
+
     split = tiles % gpu.sm_count
-    sharers = min(gpu.sm_count, 7 * split, split * math.ceil(keys / int(config.params["block_n"])))
+    sharers = min(gpu.sm_count, (MOST_PIECES - 1) * split, split * math.ceil(keys / int(config.params["block_n"])))
     return split / sharers if sharers and 10 * split <= 9 * sharers else 1.0
 
 

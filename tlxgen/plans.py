@@ -83,7 +83,7 @@ class KernelPlan:
 
         def arguments(inputs: dict[str, Any], output: torch.Tensor, torch_there: Any) -> Any:
             module = ModuleType(self._module.__name__)
-            vars(module).update(arguments=_with(self._module.arguments, torch=torch_there))
+            vars(module).update(arguments=with_names(self._module.arguments, torch=torch_there))
             return self._arguments(module, inputs, output, **self._options)
 
         from tlxgen.replay import Replay, trace  # of no use to a first call
@@ -107,10 +107,10 @@ def on_host(arguments: FunctionType) -> FunctionType:
         return arguments
     plain = ModuleType("triton")
     vars(plain).update(vars(names["triton"]), cdiv=_cdiv)
-    return _with(arguments, triton=plain)
+    return with_names(arguments, triton=plain)
 
 
-def _with(function: FunctionType, **names: Any) -> FunctionType:
+def with_names(function: FunctionType, **names: Any) -> FunctionType:
     """The function where these names mean something else."""
     made = FunctionType(function.__code__, {**function.__globals__, **names}, argdefs=function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__

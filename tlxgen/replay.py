@@ -89,7 +89,7 @@ def trace(arguments: Arguments, inputs: dict[str, Any], order: Sequence[str], ou
     """
     tensors = (*(inputs[name] for name in order), output)
     stand_ins = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
-    allocations = _Allocations()
+    allocations = Allocations()
     try:
         launch = arguments({**inputs, **dict(zip(order, stand_ins, strict=False))}, stand_ins[-1], allocations)
         found = _read(launch, stand_ins, allocations)
@@ -100,7 +100,7 @@ def trace(arguments: Arguments, inputs: dict[str, Any], order: Sequence[str], ou
     return found
 
 
-class _Allocations:
+class Allocations:
     """In place of `torch`: notes what it allocates."""
 
     def __init__(self) -> None:
@@ -110,21 +110,22 @@ class _Allocations:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, *size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, *size: Any, **options: Any) -> Tensor:
         """`torch.empty`, as emitted code calls it."""
-        return self._noted(torch.empty(*size, dtype=dtype, device=device), zeros=False)
+        return self._noted(torch.empty(*size, **options), options, zeros=False)
 
-    def zeros(self, *size: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def zeros(self, *size: Any, **options: Any) -> Tensor:
         """`torch.zeros`, likewise."""
-        return self._noted(torch.zeros(*size, dtype=dtype, device=device), zeros=True)
+        return self._noted(torch.zeros(*size, **options), options, zeros=True)
 
-    def _noted(self, tensor: Tensor, *, zeros: bool) -> Tensor:
-        self.scratch.append(Scratch(zeros, tuple(tensor.shape), tensor.stride(), tensor.dtype))
-        self.tensors.append(tensor)
+    def _noted(self, tensor: Tensor, options: dict[str, Any], *, zeros: bool) -> Tensor:
+        if {"dtype", "device"} <= options.keys():  # else it is what torch makes by default, here and now
+            self.scratch.append(Scratch(zeros, tuple(tensor.shape), tensor.stride(), tensor.dtype))
+            self.tensors.append(tensor)
         return tensor
 
 
-def _read(launch: Launch, stand_ins: Sequence[Tensor], allocations: _Allocations) -> Trace | None:
+def _read(launch: Launch, stand_ins: Sequence[Tensor], allocations: Allocations) -> Trace | None:
     grid, args = launch
     known = [*stand_ins, *allocations.tensors]
     by_storage = {_storage(tensor): index for index, tensor in enumerate(known)}

@@ -24,6 +24,9 @@ _REGISTERS = {2: 240, 3: 160}
 #: What the threads of a consumer tell each other through shared memory where tiles come in pieces.
 _TOLD_BYTES = 384
 
+#: Pieces that a tile of the last round is split into, at most.
+MOST_PIECES = 8
+
 #: Parts of the output that go through shared memory of their own one after the other.
 _STAGED_PARTS = {"own": 1, "half": 2}
 
@@ -89,6 +92,7 @@ def tma_context(config: Config, head: int, dtype: str) -> dict[str, Any]:
         "lazy": p["rescale"] == "lazy",
         "own_ranges": p["ranges"] == "own",
         "split_tail": _splits(config),
+        "most_pieces": MOST_PIECES,
         "two_entries": p["carry"] != "wide" and p["unroll"] == 1,
         "ptx_dtype": {"bf16": "bf16", "fp16": "f16"}[dtype],
         "rescaled_values": head * _WG_M // Hopper.WARP_GROUP_THREADS,  # of the output, in one thread

@@ -8,14 +8,13 @@ Any other kernel is run as its own host code launches it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tlxgen import accuracy, ops
 from tlxgen.emit import KernelSource, emit
@@ -26,9 +25,6 @@ from tlxgen.simulator.findings import Finding, Place
 from tlxgen.simulator.machine import POLICIES, Limits, Machine, Policy
 from tlxgen.simulator.program import Program, load
 from tlxgen.simulator.timeline import Timeline
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -222,59 +218,28 @@ class _Trial:
 
     def run(self, machine: Machine) -> None:
         """Runs the kernel on a machine, and says so if the result is wrong."""
+        from tlxgen.plans import with_names
+        from tlxgen.replay import Allocations
+
         output = self.operator.output(self.case.problem, self.inputs)
         output.fill_(float("nan"))
         for name in self.beside:
             self.inputs[name].fill_(float("nan"))
-        zeros = _Zeros()
-        with zeros.noted(self.program):
-            module: Any = SimpleNamespace(arguments=self.program["arguments"])
-            grid, args = self.operator.arguments(module, self.inputs, output, num_sms=self.case.num_sms)
+        allocations = Allocations()
+        module: Any = SimpleNamespace(arguments=with_names(self.program["arguments"], torch=allocations))
+        grid, args = self.operator.arguments(module, self.inputs, output, num_sms=self.case.num_sms)
         kernel = self.program["kernel"]
         kernel.launch(machine, grid, args, self.program["OPTIONS"])
         if not machine.completed:
             return
         reason = accuracy.why_wrong(output, self.reference, self.library)
         reason = reason or self.operator.why_side_output_wrong(self.case.problem, self.inputs, self.beside)
-        if not reason and zeros.touched:
+        made = zip(allocations.tensors, allocations.scratch, strict=True)
+        if not reason and any(scratch.zeros and bool(tensor.any()) for tensor, scratch in made):
             reason = "zeros are not left as zeros: the next launch, which may be given them again, would go wrong"
         if reason:
             place = Place(kernel.name, kernel.function.__code__.co_firstlineno)
             machine.findings.append(Finding("wrong_result", f"{self.case.problem.label}: {reason}", place))
-
-
-class _Zeros:
-    """In place of a program's `torch`: notes the zeros that its host side makes, which `tlxgen.replay` keeps."""
-
-    def __init__(self) -> None:
-        self._made: list[torch.Tensor] = []
-
-    def __getattr__(self, name: str) -> Any:
-        import torch
-
-        return getattr(torch, name)
-
-    def zeros(self, *size: Any, **options: Any) -> torch.Tensor:
-        """`torch.zeros`."""
-        import torch
-
-        self._made.append(torch.zeros(*size, **options))
-        return self._made[-1]
-
-    @contextlib.contextmanager
-    def noted(self, program: Program) -> Iterator[None]:
-        """While this lasts, the program's zeros are."""
-        own = program.namespace.get("torch")
-        program.namespace["torch"] = self
-        try:
-            yield
-        finally:
-            program.namespace["torch"] = own
-
-    @property
-    def touched(self) -> bool:
-        """Whether any of them are zeros no more."""
-        return any(bool(tensor.any()) for tensor in self._made)
 
 
 def describe(report: Report) -> Iterator[str]:

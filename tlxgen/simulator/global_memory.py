@@ -106,9 +106,8 @@ class GlobalMemory:
         """An atomic acquires what earlier ones on the same addresses have released, and releases what is told."""
         for address in np.unique(addresses).tolist():
             released = self._released.setdefault(address, Knowledge())
-            acquired = released.copy()
-            released.join(told)
-            known.join(acquired)
+            released.join(told)  # of what is known, so that it teaches nothing below
+            known.join(released)
 
     def note(self, storage: Storage, where: Any, access: Access, known: Clock) -> Iterator[Access]:
         """Records an access to elements; earlier ones that conflict and are not known to be finished."""

@@ -1,0 +1,34 @@
+"""One launch of an emitted kernel in the simulator, by whoever looks at what comes of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from tlxgen.emit import KernelSource
+from tlxgen.ops.base import Operator
+from tlxgen.simulator import meanings
+from tlxgen.simulator.machine import Machine
+from tlxgen.simulator.program import load
+
+if TYPE_CHECKING:
+    import torch
+
+
+def launch(
+    operator: Operator[Any],
+    source: KernelSource,
+    inputs: dict[str, Any],
+    out: torch.Tensor,
+    *,
+    num_sms: int,
+    seed: int = 1,
+) -> tuple[Any, ...]:
+    """The kernel's arguments, after a launch of which nothing was found wrong."""
+    program = load(source.file_name, source.text)
+    module: Any = SimpleNamespace(arguments=program["arguments"])
+    grid, args = operator.arguments(module, inputs, out, num_sms=num_sms)
+    machine = Machine(seed=seed, assembly=meanings.meaning)
+    program["kernel"].launch(machine, grid, args, program["OPTIONS"])
+    assert not machine.findings, machine.findings[0]
+    return args
