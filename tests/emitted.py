@@ -102,6 +102,15 @@ FLASH_DYNAMIC = emit(
     ),
 )
 
+FLASH_STORE = emit(
+    ATTENTION,
+    ATTENTION_PROBLEM,
+    Config(
+        template="attention_tma",
+        params={**FLASH_DYNAMIC.config.params, "q_stages": 1, "ranges": "tile", "store": "role"},
+    ),
+)
+
 FLASH_SPLIT_PROBLEM = ATTENTION.problem((4, 8, 4096, 64), kv_heads=4)
 FLASH_SPLIT = emit(
     ATTENTION,
@@ -167,8 +176,12 @@ WEIGHT_GRADIENT = emit(
 SOURCES = [
     *(PINGPONG, COOPERATIVE, CP_ASYNC, RESIDUAL),
     *(GROUPED, WEIGHT_GRADIENT),
-    *(FLASH, FLASH_DYNAMIC, DECODE, VARLEN, VECTOR),
+    *(FLASH, FLASH_DYNAMIC, FLASH_STORE, DECODE, VARLEN, VECTOR),
 ]
+
+
+#: Parameters by which kernels of one template differ here.
+_TOLD = (("schedule", "dynamic"), ("tail", "split"), ("store", "role"))
 
 
 def identify(source: KernelSource) -> str:
@@ -176,4 +189,5 @@ def identify(source: KernelSource) -> str:
     epilogue = getattr(source.problem, "epilogue", "none")
     form = getattr(source.problem, "form", "none")
     words = [source.config.template, *(word for word in (form, epilogue) if word != "none")]
-    return "+".join(words + (["dynamic"] if source.config.params.get("schedule") == "dynamic" else []))
+    words += [str(value) for name, value in source.config.params.items() if (name, value) in _TOLD]
+    return "+".join(words)

@@ -18,6 +18,7 @@ from tests.emitted import (
     FLASH,
     FLASH_DYNAMIC,
     FLASH_SPLIT,
+    FLASH_STORE,
     GROUPED,
     LIMITS,
     PINGPONG,
@@ -221,6 +222,24 @@ SPLIT_BUGS = [
     bug("the count stays", "tl.store(arrived, 0)", "pass", "wrong_result"),
 ]  # fmt: skip
 
+FOLLOWING = "                index = tl.max(tlx.local_load(following[0]), 0)\n"
+RETURNED = """\
+                tlx.async_descriptor_store_wait(0)
+                for i in tl.static_range(2):
+                    tlx.barrier_arrive(out_empty[i])
+"""
+STORE_BUGS = [
+    bug("rows are sent before they are there", "tlx.barrier_wait(out_full[i], out_phase)", "pass", "data_race wrong_result unwritten_shared"),
+    bug("rows of both consumers are sent when one's are there", "tlx.barrier_wait(out_full[i], out_phase)", "tlx.barrier_wait(out_full[0], out_phase)", "data_race wrong_result unwritten_shared"),
+    bug("rows are written over before they are sent", "tlx.barrier_wait(out_empty[consumer], out_phase)", "pass", "data_race early_release barrier_reuse wrong_result"),
+    bug("rows are written over while they are sent", "tlx.async_descriptor_store_wait(0)\n                for i", "for i", "data_race early_release unfinished_at_exit"),
+    bug("the staging tile is never free again", "tlx.barrier_arrive(out_empty[i])", "pass", "deadlock"),
+    bug("rows are not announced", "tlx.barrier_arrive(out_full[consumer])", "pass", "deadlock"),
+    bug("the fence is missing", 'tlx.fence("async_shared")', "pass", "missing_fence"),
+    bug("the role's phase is inverted", "out_phase = 0", "out_phase = 1", "data_race deadlock unwritten_shared wrong_result"),
+    bug("the role takes its next tile when consumers may go on", f"{FOLLOWING}{RETURNED}", f"{RETURNED}{FOLLOWING}", "data_race wrong_result deadlock roles_out_of_step"),
+]  # fmt: skip
+
 DECODE_BUGS = [
     bug("a split is told of before all threads have stored it", "tl.debug_barrier()  # all threads have stored", "pass  # all threads have stored", "data_race"),
     bug("keys are not waited for", "tlx.barrier_wait(k_full[stage], phase)", "pass", "data_race early_release unwritten_shared"),
@@ -293,6 +312,7 @@ PLANTED: list[tuple[KernelSource, Bug]] = [
     *((FLASH, one) for one in FLASH_BUGS),
     *((FLASH_DYNAMIC, one) for one in DYNAMIC_BUGS),
     *((FLASH_SPLIT, one) for one in SPLIT_BUGS),
+    *((FLASH_STORE, one) for one in STORE_BUGS),
     *((VARLEN, one) for one in VARLEN_BUGS),
     *((DECODE, one) for one in DECODE_BUGS),
     *((VECTOR, one) for one in VECTOR_BUGS),

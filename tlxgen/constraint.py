@@ -86,7 +86,7 @@ def _parse(text: str) -> ast.expr:
 
 
 class Evaluator:
-    """Evaluates the constraints of one template. Not to be shared between threads.
+    """Evaluates the constraints of one template, once for the same values of what they read. Not for several threads.
 
     Args:
         template: named in error messages.
@@ -96,6 +96,7 @@ class Evaluator:
         self._template = template
         # Compound types are what `x in (64, 128)` takes.
         self._eval: Any = simpleeval.EvalWithCompoundTypes(operators=_OPERATORS, functions=FUNCTIONS.copy())
+        self._known: dict[tuple[Any, ...], bool] = {}  # thousands of configs differ in what a constraint does not read
 
     def first_violated(self, constraints: Sequence[Constraint], values: dict[str, Any]) -> Constraint | None:
         """The first constraint that does not hold, or None.
@@ -103,15 +104,21 @@ class Evaluator:
         Raises:
             InvalidConfigError: an expression has no value, such as a division by zero.
         """
-        self._eval.names = values
         for constraint in constraints:
-            try:
-                holds = self._eval.eval(constraint.require, previously_parsed=constraint.expression)
-            except (ArithmeticError, TypeError, ValueError, simpleeval.InvalidExpression) as error:
-                raise InvalidConfigError(
-                    f"search space {self._template}: {constraint.require!r} has no value at "
-                    f"{constraint.shown(values)}: {error}; guard it with `... if ... else ...`"
-                ) from error
+            read = (constraint.require, *(values.get(name) for name in constraint.names))
+            holds = self._known.get(read)
+            if holds is None:
+                holds = self._known[read] = self._holds(constraint, values)
             if not holds:
                 return constraint
         return None
+
+    def _holds(self, constraint: Constraint, values: dict[str, Any]) -> bool:
+        self._eval.names = values
+        try:
+            return bool(self._eval.eval(constraint.require, previously_parsed=constraint.expression))
+        except (ArithmeticError, TypeError, ValueError, simpleeval.InvalidExpression) as error:
+            raise InvalidConfigError(
+                f"search space {self._template}: {constraint.require!r} has no value at "
+                f"{constraint.shown(values)}: {error}; guard it with `... if ... else ...`"
+            ) from error

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tlxgen import balance
 from tlxgen.config import Config, Value
 from tlxgen.devices import Gpu
 from tlxgen.problem import ITEM_BYTES
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from tlxgen.ops.gemm import GemmProblem
 
 #: Changes whenever predicted times do.
-VERSION = "model-3"
+VERSION = "model-4"
 
 # Fitted to every legal config of nine shapes on an H200 (benchmarks/results/2026-11-29-exhaustive-gemm-h200.json).
 _SUSTAINED = 0.70  # of the datasheet's rate, under the power limit on random data
@@ -56,6 +57,7 @@ _EFFICIENCY: dict[str, dict[tuple[int, int], float]] = {
 _LARGE_HEAD = 128  # head dimension beyond which registers hold 64 keys a step
 _VANILLA_STREAM = 0.8  # plain Triton's share of the bandwidth that a TMA producer reaches; not measured
 _EXPOSED = 0.1  # of the shorter of arithmetic and memory traffic, what the longer does not hide; not measured
+_TILE_US = {"dynamic": 0.3, "single": 3.0}  # what drawing a tile takes, and what a program of its own (H200)
 _PIECES_US = 25.0  # to leave pieces of a tile of attention and put them together: 20 to 33 for heads of 128 (H200)
 _VANILLA_ATTENTION = 0.6  # plain Triton's share of a TMA kernel's rate; not measured
 
@@ -68,6 +70,7 @@ _USUAL: dict[str, Value] = {
     "carry": "narrow",
     "overlap": "softmax",
     "ranges": "tile",
+    "store": "consumers",
 }
 _CAUSAL: dict[str, Value] = {**_USUAL, "rescale": "lazy", "schedule": "dynamic", "head_group": 16, "pingpong": "off"}
 _LARGE: dict[str, Value] = {
@@ -184,7 +187,7 @@ def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: flo
     rounds = tiles / gpu.sm_count
     pieces_us = 0.0
     if problem.causal != "none":
-        waste = 1.0 + 0.5 / max(1.0, rounds)
+        waste = balance.waste(problem, config, rows, gpu.sm_count)
     elif p.get("tail") == "split" and (last := split_round(tiles, problem.kv_len, config, gpu)) < 1.0:
         waste, pieces_us = (tiles // gpu.sm_count + last) / rounds, _PIECES_US
     else:
@@ -194,13 +197,17 @@ def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: flo
     share, best = _ATTENTION[head, problem.causal != "none"]
     if problem.window and head <= _LARGE_HEAD:  # which rules single halves out
         best = {**best, "carry": "pairs"}
+    if p.get("schedule") == "static" and problem.causal != "none":  # whose balance decides about them
+        best = {name: value for name, value in best.items() if name != "head_group"}
     share *= _VANILLA_ATTENTION if vanilla else 1.0
     share *= 1.0 if int(p["block_n"]) == (64 if head > _LARGE_HEAD else 128) else 0.8
     share *= 1.0 if best.get("consumers", 2) == p.get("consumers", 2) else 0.92  # three share each block of keys
     share *= 0.98 ** sum(name in p and p[name] != value for name, value in best.items())
     products = flops / (gpu.rates[problem.dtype] * share) * 1e6
     memory = bytes_moved / (gpu.bandwidth * _BANDWIDTH) * 1e6
-    return _LAUNCH_US + _FILL_US + max(products * waste, memory) + pieces_us
+    beside = pieces_us + math.ceil(rounds) * _TILE_US.get(str(p.get("schedule")), 0.0)
+    loops = products * waste
+    return _LAUNCH_US + _FILL_US + max(loops, memory) + _EXPOSED * min(loops, memory) + beside
 
 
 def split_round(tiles: int, keys: int, config: Config, gpu: Gpu) -> float:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import keyword
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -236,22 +236,23 @@ class _Scope:
         for constraint in self.space.cheap:
             levels[max((names.index(n) + 1 for n in constraint.names if n in names), default=0)].append(constraint)
         evaluator = Evaluator(self.space.template)
+        values: dict[str, Any] = dict(self.constants)  # and of the parameters before the one whose turn it is
 
-        def extend(params: dict[str, Value]) -> Iterator[Config]:
-            level = levels[len(params)]
-            if level and evaluator.first_violated(level, {**self.constants, **params}):
+        def extend(turn: int) -> Iterator[Config]:
+            if evaluator.first_violated(levels[turn], values):
                 return
-            if len(params) < len(names):
-                name = names[len(params)]
+            if turn < len(names):
+                name = names[turn]
                 for choice in self.space.parameters[name].choices:
-                    yield from extend({**params, name: choice})
+                    values[name] = choice
+                    yield from extend(turn + 1)
                 return
-            config = Config(template=self.space.template, params=params)
+            config = Config(template=self.space.template, params={name: values[name] for name in names})
             costly = self.space.costly
             if not costly or not evaluator.first_violated(costly, self._all_values(config)):
                 yield config
 
-        return extend({})
+        return extend(0)
 
     def violation(self, config: Config) -> str | None:
         """The first constraint that a config breaks, with the values that broke it and the reason."""
@@ -266,7 +267,7 @@ class _Scope:
         return f"{config.template}: {broken.require} does not hold ({broken.shown(values)}): {broken.why}"
 
     def _all_values(self, config: Config) -> dict[str, Any]:
-        return {**self.constants, **config.params, **asdict(self.resources(config))}
+        return {**self.constants, **config.params, **vars(self.resources(config))}
 
 
 def _device_values(gpu: Gpu) -> dict[str, Value]:

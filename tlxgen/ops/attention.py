@@ -130,7 +130,7 @@ class Attention(Operator[AttentionProblem]):
     output_name = "out"
     also_written = ("lse",)
     problem_type = AttentionProblem
-    by_size = ("tail",)
+    by_size = ("tail", "schedule")
     allowed_spill_bytes = 128  # mostly of the load role, which has 24 registers
 
     def problem(self, shape: AttentionProblem | Sequence[int] | Mapping[str, Any], **options: Any) -> AttentionProblem:

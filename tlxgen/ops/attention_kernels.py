@@ -21,6 +21,9 @@ _WG_M = 64  # rows of one consumer warp group
 #: setmaxnreg of each consumer warp group, by their number (`tlxgen.ops.gemm`).
 _REGISTERS = {2: 240, 3: 160}
 
+#: What they give up of these to a role that stores the output.
+_STORE_REGISTERS = 8
+
 #: What the threads of a consumer tell each other through shared memory where tiles come in pieces.
 _TOLD_BYTES = 384
 
@@ -57,10 +60,12 @@ def tma_resources(config: Config, head: int, item: int) -> Resources:
     staged = rows // _STAGED_PARTS[str(p["staging"])] if p["staging"] != "q" else 0
     told = _TOLD_BYTES * consumers if _splits(config) else 0
     barriers = 2 * q_stages * consumers + 4 * kv_stages + (q_stages if _draws(config) else 0)
+    barriers += 2 * consumers if _stores(config) else 0
     return Resources(
         shared_bytes=(q_stages * rows + staged + 2 * kv_stages * block_n) * head * item + told + 8 * barriers + 1024,
         mbarriers=barriers,
-        threads=(1 + consumers) * Hopper.WARP_GROUP_THREADS,
+        threads=(1 + consumers + _stores(config))
+        * Hopper.WARP_GROUP_THREADS,  # registers are given to four warps at a time
         accumulator_registers=(head + block_n) * _WG_M // Hopper.WARP_GROUP_THREADS,
     )
 
@@ -83,12 +88,16 @@ def tma_context(config: Config, head: int, dtype: str) -> dict[str, Any]:
     p, item = config.params, ITEM_BYTES[dtype]
     return {
         "block_m": tile_rows(config),
-        "registers": _REGISTERS[int(p["consumers"])],
+        "registers": _REGISTERS[int(p["consumers"])] - (_STORE_REGISTERS if _stores(config) else 0),
+        "store_role": _stores(config),
         "own_staging": p["staging"] != "q",
         "halves": p["staging"] == "half",
         "out_columns": head // 2 if p["staging"] == "half" else head,
         "lane_sums": p["sums"] == "lanes",
         "dynamic": _draws(config),
+        "single": p.get("schedule") == "single",
+        "order": p.get("order"),
+        "coprime": p.get("programs") == "coprime",
         "lazy": p["rescale"] == "lazy",
         "own_ranges": p["ranges"] == "own",
         "split_tail": _splits(config),
@@ -137,3 +146,8 @@ def _draws(config: Config) -> bool:
 def _splits(config: Config) -> bool:
     """Whether tiles of the last round come in pieces."""
     return config.params.get("tail") == "split"
+
+
+def _stores(config: Config) -> bool:
+    """Whether a role of its own stores the output."""
+    return config.params.get("store") == "role"
