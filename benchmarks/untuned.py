@@ -114,7 +114,8 @@ OPERATORS = tuple(_MOVED)
 
 
 def _moved(size: int, rng: random.Random, octaves: float, step: int) -> int:
-    return _multiple(size * 2.0 ** rng.uniform(-octaves, octaves), step)
+    """A size some way from this one; a few rows are no multiple of many."""
+    return _multiple(size * 2.0 ** rng.uniform(-octaves, octaves), step if size >= step else 1)
 
 
 def _multiple(size: float, step: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulated import launch
-from tlxgen import accuracy, devices, loader, model, ops
+from tlxgen import accuracy, devices, last_round, loader, ops
 from tlxgen.candidates import candidates
 from tlxgen.config import Config
 from tlxgen.emit import KernelSource, emit
 from tlxgen.ops.attention import AttentionProblem
+from tlxgen.ops.attention_kernels import MOST_PIECES
 from tlxgen.simulator.check import check
 
 ATTENTION = ops.get("attention")
@@ -96,8 +96,8 @@ def test_every_block_of_every_tile_is_worked_on_once(tiles: int, blocks: int, nu
     rows = partial.numel() // (MODULE.HEAD + 2)
     WALK.programs, sizes = grid[0], (tiles, whole_tiles, sharers, blocks)
     assert grid[0] <= num_sms
-    share = model.split_round(tiles, made.kv_len, KERNEL.config, replace(H200, sm_count=num_sms))
-    assert share == ((tiles - whole_tiles) / sharers if sharers else 1.0), "what the time model takes for granted"
+    taken_for_granted = last_round.split(tiles, blocks, num_sms, MOST_PIECES)
+    assert taken_for_granted == (tiles - whole_tiles, sharers), "by the time model"
 
     done: dict[int, list[tuple[int, int]]] = {}
     numbers: dict[int, list[int]] = {}

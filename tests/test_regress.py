@@ -56,7 +56,7 @@ FACTS = Facts(
     loop_conversions=0,
 )
 
-GEMM = next(r for r in shipped.load(SHIPPED) if r.key.problem.get("K") == 14336)
+GEMM = next(r for r in shipped.load(SHIPPED) if [r.key.problem.get(n) for n in "MNK"] == [4096, 4096, 14336])
 VECTOR = next(r for r in shipped.load(SHIPPED) if r.key.operator == "vector_add")
 
 

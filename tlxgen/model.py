@@ -12,12 +12,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tlxgen import balance
 from tlxgen.config import Config, Value
 from tlxgen.devices import Gpu
 from tlxgen.problem import ITEM_BYTES
 
 if TYPE_CHECKING:
+    from tlxgen.last_round import Split
     from tlxgen.ops.attention import AttentionProblem
     from tlxgen.ops.base import Resources
     from tlxgen.ops.gemm import GemmProblem
@@ -58,6 +58,7 @@ _LARGE_HEAD = 128  # head dimension beyond which registers hold 64 keys a step
 _VANILLA_STREAM = 0.8  # plain Triton's share of the bandwidth that a TMA producer reaches; not measured
 _EXPOSED = 0.1  # of the shorter of arithmetic and memory traffic, what the longer does not hide; not measured
 _TILE_US = {"dynamic": 0.3, "single": 3.0}  # what drawing a tile takes, and what a program of its own (H200)
+_GEMM_PIECES_US = 2.0  # of a product, beside the time that they take through L2; not measured
 _PIECES_US = 25.0  # to leave pieces of a tile of attention and put them together: 20 to 33 for heads of 128 (H200)
 _VANILLA_ATTENTION = 0.6  # plain Triton's share of a TMA kernel's rate; not measured
 
@@ -106,8 +107,14 @@ def gemm_us(problem: GemmProblem, config: Config, gpu: Gpu, bytes_moved: float) 
     p = {name: int(value) for name, value in config.params.items() if not isinstance(value, str)}
     block_m, block_n, block_k = p["block_m"], p["block_n"], p["block_k"]
     item, out_item = ITEM_BYTES[problem.dtype], ITEM_BYTES[problem.out_dtype]
-    rounds = math.ceil(math.ceil(problem.M / block_m) * math.ceil(problem.N / block_n) / gpu.sm_count)
+    tiles = math.ceil(problem.M / block_m) * math.ceil(problem.N / block_n)
     steps = math.ceil(problem.K / block_k)
+    rounds: float = math.ceil(tiles / gpu.sm_count)
+    pieces = 0.0
+    if config.params.get("tail") == "split" and (last := gemm_last_round(tiles, steps, gpu)).tiles:
+        rounds = tiles // gpu.sm_count + last.rounds
+        held = min(block_m, 16 * math.ceil(problem.M / 16)) * block_n * 4
+        pieces = _GEMM_PIECES_US + (2 + 1 / last.rounds) * held / (_L2_BYTES_PER_CLOCK * gpu.clock * 1e-6)
     clock = gpu.clock * 1e-6  # cycles/us
 
     efficiency = _EFFICIENCY[config.template].get((block_m, block_n), _OTHER_TILES[config.template])
@@ -120,13 +127,21 @@ def gemm_us(problem: GemmProblem, config: Config, gpu: Gpu, bytes_moved: float) 
 
     store = block_m * block_n * out_item / (_STORE_BYTES_PER_CLOCK * clock)
     # In ping-pong the other consumer multiplies meanwhile: only the last store is seen.
-    stores = store * (1 if config.template == "gemm_tma_pingpong" else rounds)
+    stores = store * (1 if config.template == "gemm_tma_pingpong" else math.ceil(rounds))
     memory = bytes_moved / (gpu.bandwidth * _BANDWIDTH) * 1e6
     saved = _EARLY_START_US[str(config.params.get("pdl", "off"))]
     if saved and rounds > 1 and config.template == "gemm_tma_pingpong":
         saved = _EARLY_PINGPONG_US
     loops = rounds * steps * step * reuse
-    return _LAUNCH_US + _FILL_US - saved + max(loops, memory) + stores
+    return _LAUNCH_US + _FILL_US - saved + max(loops, memory) + stores + pieces
+
+
+def gemm_last_round(tiles: int, steps: int, gpu: Gpu) -> Split:
+    """What becomes of the last round of tiles of a product."""
+    from tlxgen.last_round import split
+    from tlxgen.ops.gemm import LEAST_STEPS, MOST_PIECES
+
+    return split(tiles, steps, gpu.sm_count, MOST_PIECES, LEAST_STEPS)
 
 
 def grouped_gemm_us(
@@ -187,9 +202,11 @@ def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: flo
     rounds = tiles / gpu.sm_count
     pieces_us = 0.0
     if problem.causal != "none":
+        from tlxgen import balance  # which nothing else at run time has a need of
+
         waste = balance.waste(problem, config, rows, gpu.sm_count)
-    elif p.get("tail") == "split" and (last := split_round(tiles, problem.kv_len, config, gpu)) < 1.0:
-        waste, pieces_us = (tiles // gpu.sm_count + last) / rounds, _PIECES_US
+    elif p.get("tail") == "split" and (last := _last_round(problem, config, tiles, gpu)).tiles:
+        waste, pieces_us = (tiles // gpu.sm_count + last.rounds) / rounds, _PIECES_US
     else:
         waste = math.ceil(rounds) / rounds
     waste *= math.ceil(problem.S / rows) * rows / problem.S  # tiles are worked on whole
@@ -210,13 +227,12 @@ def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: flo
     return _LAUNCH_US + _FILL_US + max(loops, memory) + _EXPOSED * min(loops, memory) + beside
 
 
-def split_round(tiles: int, keys: int, config: Config, gpu: Gpu) -> float:
-    """How much of a round the last one takes where its tiles are split, as the template's `arguments` has it."""
+def _last_round(problem: AttentionProblem, config: Config, tiles: int, gpu: Gpu) -> Split:
+    from tlxgen.last_round import split
     from tlxgen.ops.attention_kernels import MOST_PIECES
 
-    split = tiles % gpu.sm_count
-    sharers = min(gpu.sm_count, (MOST_PIECES - 1) * split, split * math.ceil(keys / int(config.params["block_n"])))
-    return split / sharers if sharers and 10 * split <= 9 * sharers else 1.0
+    blocks = math.ceil(problem.kv_len / int(config.params["block_n"]))
+    return split(tiles, blocks, gpu.sm_count, MOST_PIECES)
 
 
 def attention_decode_us(problem: AttentionProblem, config: Config, gpu: Gpu, keys: int, resident: int) -> float:

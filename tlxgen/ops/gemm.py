@@ -25,6 +25,13 @@ _LARGEST = 2**31 - 1024
 EPILOGUE_PARTS = ("scale", "bias", "relu", "gelu", "silu", "residual")
 ACTIVATIONS = ("relu", "gelu", "silu")
 
+#: Of a tile of the last round that is split along K: pieces, at most, and steps of K of each, on average at least.
+MOST_PIECES = 16
+LEAST_STEPS = 4
+
+#: What threads tell each other of a piece, through shared memory.
+_TOLD_BYTES = 384
+
 
 class GemmProblem(Problem):
     """C (M, N) = epilogue(A (M, K) · B (K, N)).
@@ -110,6 +117,7 @@ class Gemm(Operator[GemmProblem]):
     inputs_in_order = ("a", "b")
     output_name = "c"
     problem_type = GemmProblem
+    by_size = ("tail",)
 
     def problem(self, shape: GemmProblem | Sequence[int] | Mapping[str, Any], **options: Any) -> GemmProblem:
         """See `Operator.problem`."""
@@ -175,6 +183,14 @@ class Gemm(Operator[GemmProblem]):
             ((m + 16, n + 16, stages * k), 1),
             ((4 * m + 16, n, 2 * k - 16), 2),
         ]
+        if p.get("tail") == "split":  # among three: one tile, two, and one or two after whole rounds
+            deep = 2 * (LEAST_STEPS + 1) * k - 16
+            sizes += [
+                ((m, n, 13 * k), 3),
+                ((m - 32, 2 * n, deep), 3),
+                ((m - 48, 4 * n - 16, deep), 3),
+                ((5 * m, n, deep), 3),
+            ]
         return [Case(_small(problem, shape), num_sms) for shape, num_sms in sizes]
 
     def flops(self, problem: GemmProblem) -> float:
@@ -337,6 +353,7 @@ def _tma_resources(problem: GemmProblem, config: Config, p: Mapping[str, int]) -
     # The residual changes layout on its way into the accumulator, through up to a staging tile of each consumer's own.
     scratch = consumers * staging if residual else 0
     scratch = max(scratch, 4 * columns if "bias" in problem.epilogue_parts else 0)
+    scratch += _TOLD_BYTES * consumers if config.params.get("tail") == "split" else 0
     return Resources(
         shared_bytes=ring + consumers * staging + scratch + 8 * barriers + _COMPILER_STATE,
         mbarriers=barriers,
@@ -435,6 +452,10 @@ def _tma_context(problem: GemmProblem, config: Config) -> dict[str, Any]:
         "tile_comment": "one consumer's tile of C, and one step along K"
         if pingpong
         else "one CTA's tile of C, and one step along K",
+        "split_tail": p.get("tail") == "split",
+        "most_pieces": MOST_PIECES,
+        "least_steps": LEAST_STEPS,
+        "together": max(1, 256 // epilogue_n),  # pieces that are asked for at once: as many as registers hold
         "turn_barriers": (9, 10),  # named barriers 0 to 7 belong to the compiler
     }
 
