@@ -31,6 +31,25 @@ COOPERATIVE = emit(
     PROBLEM,
     config(PROBLEM, "gemm_tma_cooperative", block_m=128, block_n=128, consumers=2, num_stages=4, epilogue_subtiles=2),
 )
+COOPERATIVE_SPLIT_PROBLEM = GEMM.problem((16, 1280, 8192), layout="nt")
+COOPERATIVE_SPLIT = emit(
+    GEMM,
+    COOPERATIVE_SPLIT_PROBLEM,
+    Config(
+        template="gemm_tma_cooperative",
+        params={
+            **COOPERATIVE.config.params,
+            "block_m": 64,
+            "block_n": 64,
+            "consumers": 1,
+            "num_stages": 4,
+            "epilogue_subtiles": 1,
+            "pdl": "off",
+            "tail": "split",
+            "pieces": 8,
+        },
+    ),
+)
 CP_ASYNC = emit(GEMM, PROBLEM, config(PROBLEM, "gemm_cp_async", block_m=64, block_n=64, num_stages=4))
 RESIDUAL_PROBLEM = GEMM.problem((4096, 4096, 4096), epilogue="residual")
 RESIDUAL = emit(
@@ -174,9 +193,9 @@ WEIGHT_GRADIENT = emit(
 )
 
 SOURCES = [
-    *(PINGPONG, COOPERATIVE, CP_ASYNC, RESIDUAL),
+    *(PINGPONG, COOPERATIVE, COOPERATIVE_SPLIT, CP_ASYNC, RESIDUAL),
     *(GROUPED, WEIGHT_GRADIENT),
-    *(FLASH, FLASH_DYNAMIC, FLASH_STORE, DECODE, VARLEN, VECTOR),
+    *(FLASH, FLASH_DYNAMIC, FLASH_SPLIT, FLASH_STORE, DECODE, VARLEN, VECTOR),
 ]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.emitted_walk import Walk
 from tests.simulated import launch
 from tlxgen import accuracy, devices, last_round, loader, ops
 from tlxgen.candidates import candidates
@@ -51,34 +50,6 @@ def result(
     args = launch(ATTENTION, kernel, inputs, out, num_sms=num_sms, seed=seed)
     (counters,) = (arg for arg in args if isinstance(arg, torch.Tensor) and arg.dtype == torch.int32)
     return out, counters, inputs
-
-
-class Walk:
-    """The functions of an emitted kernel that say who works on what, as plain Python."""
-
-    def __init__(self, text: str) -> None:
-        self.program, self.programs = 0, 1
-        tl = SimpleNamespace(
-            program_id=lambda _: self.program,
-            num_programs=lambda _: self.programs,
-            where=lambda condition, one, other: one if condition else other,
-            cdiv=lambda a, b: -(-a // b),
-        )
-        self.names: dict[str, Any] = {"tl": tl}
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.FunctionDef) and node.name in ("cut", "turns", "work_at", "pieces_of"):
-                node.decorator_list = []
-                exec(compile(ast.Module([node], []), "emitted", "exec"), self.names)
-
-    def work(self, program: int, *sizes: int) -> list[tuple[int, int, int]]:
-        """Tile, and blocks of keys from where to where, of each turn."""
-        self.program = program
-        return [self.names["work_at"](turn, *sizes) for turn in range(self.names["turns"](*sizes))]
-
-    def pieces(self, tile: int, *sizes: int) -> range:
-        """The numbers of a split tile's pieces."""
-        first, count = self.names["pieces_of"](tile, *sizes)
-        return range(first, first + count)
 
 
 KERNEL = source()

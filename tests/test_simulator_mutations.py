@@ -13,6 +13,7 @@ import pytest
 from tests import emitted
 from tests.emitted import (
     COOPERATIVE,
+    COOPERATIVE_SPLIT,
     CP_ASYNC,
     DECODE,
     FLASH,
@@ -222,6 +223,21 @@ SPLIT_BUGS = [
     bug("the count stays", "tl.store(arrived, 0)", "pass", "wrong_result"),
 ]  # fmt: skip
 
+COOPERATIVE_SPLIT_BUGS = [
+    bug("a piece is told of before all threads have stored it", "tl.debug_barrier()  # all threads have stored", "pass  # all threads have stored", "data_race"),
+    bug("the last but one puts pieces together", "== pieces - 1:", "== pieces - 2:", "data_race wrong_result"),
+    bug("the first puts pieces together", "== pieces - 1:", "== 0:", "data_race"),
+    bug("all tiles count in one place", "arrived_ptr + tile", "arrived_ptr", "data_race wrong_result"),
+    bug("pieces begin at the first step", "tl.where(turn == 0, block, 0)", "block * 0", "wrong_result"),
+    bug("pieces end at the last step", "next_block, blocks)", "blocks, blocks)", "wrong_result"),
+    bug("one piece is left out", "tl.where(piece + i < pieces, rows, 0)", "tl.where(piece + i < pieces - 1, rows, 0)", "wrong_result"),
+    bug("the next tile's pieces are added", "tl.where(piece + i < pieces, rows, 0)", "rows", "wrong_result data_race out_of_bounds"),
+    bug("rows of the last warps are not left", "// 32 * 16 < rows)", "// 32 * 16 < rows - 16)", "wrong_result"),
+    bug("columns of a pair change places", "(3, 0, 2, 4, 1, 5)", "(3, 0, 2, 4, 5, 1)", "wrong_result"),
+    bug("the count stays", "tl.store(arrived, 0)", "pass", "wrong_result"),
+    bug("the producer walks over whole tiles", "for k in range(first * BLOCK_K, end * BLOCK_K, BLOCK_K):", "for k in range(0, K, BLOCK_K):", "deadlock roles_out_of_step wrong_result"),
+]  # fmt: skip
+
 FOLLOWING = "                index = tl.max(tlx.local_load(following[0]), 0)\n"
 RETURNED = """\
                 tlx.async_descriptor_store_wait(0)
@@ -305,6 +321,7 @@ WEIGHT_GRADIENT_BUGS = [
 PLANTED: list[tuple[KernelSource, Bug]] = [
     *((PINGPONG, one) for one in (*RING_BUGS, *PINGPONG_BUGS)),
     *((COOPERATIVE, one) for one in (*RING_BUGS, *COOPERATIVE_BUGS)),
+    *((COOPERATIVE_SPLIT, one) for one in COOPERATIVE_SPLIT_BUGS),
     *((CP_ASYNC, one) for one in CP_ASYNC_BUGS),
     *((RESIDUAL, one) for one in (*RING_BUGS, *COOPERATIVE_BUGS, *RESIDUAL_BUGS)),
     *((GROUPED, one) for one in GROUPED_BUGS),

@@ -22,7 +22,9 @@ class Split(NamedTuple):
         return self.tiles / self.sharers if self.sharers else 0.0
 
 
-def split(tiles: int, blocks: int, programs: int, most_pieces: int, least_blocks: int = 1) -> Split:
+def split(
+    tiles: int, blocks: int, programs: int, most_pieces: int, least_blocks: int = 1, *, even: bool = False
+) -> Split:
     """What is split, as the templates' `arguments` has it.
 
     Args:
@@ -31,7 +33,10 @@ def split(tiles: int, blocks: int, programs: int, most_pieces: int, least_blocks
         programs: that run at a time.
         most_pieces: of one tile.
         least_blocks: that are worth a piece, on average.
+        even: with as many programs for each tile where that leaves few idle, so that each has one piece.
     """
     left = tiles % programs
     sharers = min(programs, (most_pieces - 1) * left, blocks * left // least_blocks)
+    if even and left and 10 * (sharers % left) <= sharers:
+        sharers -= sharers % left
     return Split(left, sharers) if 10 * left <= 9 * sharers else Split(0, 0)

@@ -58,7 +58,8 @@ _LARGE_HEAD = 128  # head dimension beyond which registers hold 64 keys a step
 _VANILLA_STREAM = 0.8  # plain Triton's share of the bandwidth that a TMA producer reaches; not measured
 _EXPOSED = 0.1  # of the shorter of arithmetic and memory traffic, what the longer does not hide; not measured
 _TILE_US = {"dynamic": 0.3, "single": 3.0}  # what drawing a tile takes, and what a program of its own (H200)
-_GEMM_PIECES_US = 2.0  # of a product, beside the time that they take through L2; not measured
+_GEMM_PIECES_US = 5.5  # of a product, beside what follows (H200)
+_PIECES_BYTES_PER_CLOCK = 16  # of one multiprocessor, from registers to L2 and back (H200)
 _PIECES_US = 25.0  # to leave pieces of a tile of attention and put them together: 20 to 33 for heads of 128 (H200)
 _VANILLA_ATTENTION = 0.6  # plain Triton's share of a TMA kernel's rate; not measured
 
@@ -107,15 +108,15 @@ def gemm_us(problem: GemmProblem, config: Config, gpu: Gpu, bytes_moved: float) 
     p = {name: int(value) for name, value in config.params.items() if not isinstance(value, str)}
     block_m, block_n, block_k = p["block_m"], p["block_n"], p["block_k"]
     item, out_item = ITEM_BYTES[problem.dtype], ITEM_BYTES[problem.out_dtype]
+    clock = gpu.clock * 1e-6  # cycles/us
     tiles = math.ceil(problem.M / block_m) * math.ceil(problem.N / block_n)
     steps = math.ceil(problem.K / block_k)
     rounds: float = math.ceil(tiles / gpu.sm_count)
     pieces = 0.0
-    if config.params.get("tail") == "split" and (last := gemm_last_round(tiles, steps, gpu)).tiles:
+    if config.params.get("tail") == "split" and (last := _gemm_last_round(p["pieces"], tiles, steps, gpu)).tiles:
         rounds = tiles // gpu.sm_count + last.rounds
         held = min(block_m, 16 * math.ceil(problem.M / 16)) * block_n * 4
-        pieces = _GEMM_PIECES_US + (2 + 1 / last.rounds) * held / (_L2_BYTES_PER_CLOCK * gpu.clock * 1e-6)
-    clock = gpu.clock * 1e-6  # cycles/us
+        pieces = _GEMM_PIECES_US + (2 + 1 / last.rounds) * held / (_PIECES_BYTES_PER_CLOCK * clock)
 
     efficiency = _EFFICIENCY[config.template].get((block_m, block_n), _OTHER_TILES[config.template])
     rate = gpu.rates[problem.dtype] * _SUSTAINED * efficiency / gpu.sm_count * 1e-6  # FLOP/us of one multiprocessor
@@ -136,12 +137,11 @@ def gemm_us(problem: GemmProblem, config: Config, gpu: Gpu, bytes_moved: float) 
     return _LAUNCH_US + _FILL_US - saved + max(loops, memory) + stores + pieces
 
 
-def gemm_last_round(tiles: int, steps: int, gpu: Gpu) -> Split:
-    """What becomes of the last round of tiles of a product."""
+def _gemm_last_round(pieces: int, tiles: int, steps: int, gpu: Gpu) -> Split:
     from tlxgen.last_round import split
-    from tlxgen.ops.gemm import LEAST_STEPS, MOST_PIECES
+    from tlxgen.ops.gemm import LEAST_STEPS
 
-    return split(tiles, steps, gpu.sm_count, MOST_PIECES, LEAST_STEPS)
+    return split(tiles, steps, gpu.sm_count, pieces, LEAST_STEPS, even=True)
 
 
 def grouped_gemm_us(

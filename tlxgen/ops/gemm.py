@@ -25,8 +25,7 @@ _LARGEST = 2**31 - 1024
 EPILOGUE_PARTS = ("scale", "bias", "relu", "gelu", "silu", "residual")
 ACTIVATIONS = ("relu", "gelu", "silu")
 
-#: Of a tile of the last round that is split along K: pieces, at most, and steps of K of each, on average at least.
-MOST_PIECES = 16
+#: Steps of K of a piece of a tile, on average at least.
 LEAST_STEPS = 4
 
 #: What threads tell each other of a piece, through shared memory.
@@ -453,7 +452,7 @@ def _tma_context(problem: GemmProblem, config: Config) -> dict[str, Any]:
         if pingpong
         else "one CTA's tile of C, and one step along K",
         "split_tail": p.get("tail") == "split",
-        "most_pieces": MOST_PIECES,
+        "most_pieces": p.get("pieces"),
         "least_steps": LEAST_STEPS,
         "together": max(1, 256 // epilogue_n),  # pieces that are asked for at once: as many as registers hold
         "turn_barriers": (9, 10),  # named barriers 0 to 7 belong to the compiler
