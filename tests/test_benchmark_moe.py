@@ -118,7 +118,7 @@ def test_the_products_are_those_that_the_layer_asks_for(monkeypatch: pytest.Monk
 
     def get_kernel(operator: str, problem: GroupedGemmProblem) -> Any:
         asked.append(problem)
-        return SimpleNamespace(origin="tuned" if problem.gated else "torch", problem=problem)
+        return SimpleNamespace(origin="tuned" if problem.gated else "torch", slower=False, problem=problem)
 
     def first(*_: Any) -> Tensor:
         return torch.zeros(74, 48, dtype=torch.bfloat16)

@@ -46,6 +46,7 @@ class Served:
 class Disguised:
     served: Served
     kernel: Kernel
+    slower: bool = False
 
     @property
     def origin(self) -> str:

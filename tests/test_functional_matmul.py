@@ -23,6 +23,7 @@ class Served:
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.launched: list[str] = []
+        self.slower = False
 
     def __call__(self, operator: str, problem: Any) -> Any:
         self.asked.append(problem)
@@ -30,7 +31,7 @@ class Served:
         served = self
 
         class Disguised:
-            origin = "tuned"
+            origin, slower = "tuned", served.slower
 
             def __call__(self, *tensors: Tensor, **named: Any) -> Tensor:
                 served.launched.append(problem.label)
@@ -138,6 +139,14 @@ class TestWhatGoesToTorch:
         )
         a, b = normal(8, 32), normal(32, 16)
         assert torch.equal(functional.matmul(a, b), a @ b)
+
+    def test_kernels_that_were_measured_to_be_slower(self, served: Served) -> None:
+        served.slower = True
+        x, weight, bias = normal(8, 32), normal(16, 32), normal(16)
+        assert torch.equal(functional.linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
+        assert torch.equal(functional.matmul(x, weight.mT), x @ weight.mT)
+        assert len(served.asked) == 2
+        assert served.launched == []
 
 
 class TestGradients:

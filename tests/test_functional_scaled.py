@@ -51,6 +51,7 @@ class Disguised:
 
     kernel: Kernel
     origin: str = "tuned"
+    slower: bool = False
 
     def __call__(self, *tensors: Tensor, **named: Any) -> Tensor:
         return self.kernel(*tensors, **named)

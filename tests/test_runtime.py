@@ -316,6 +316,21 @@ class TestSelection:
         assert kernel.explain() == f"tuned: {row.config.short}"
         assert kernel.source == emit(GEMM, problem(), row.config).text
 
+    @pytest.mark.parametrize(
+        ("peer_us", "slower"), [(None, False), (7.0, True), (9.4, True), (9.6, False), (30.0, False)]
+    )
+    @pytest.mark.parametrize("shape", [(1024, 1024, 1024), (1024, 1024, 1088)], ids=["tuned", "nearest"])
+    def test_what_was_measured_to_be_slower_than_the_library_is_told(
+        self, shape: tuple[int, int, int], peer_us: float | None, slower: bool
+    ) -> None:
+        """`get_kernel` serves it all the same: whoever asks for a kernel gets one."""
+        keep(record(problem(1024, 1024, 1024), config=default_config(problem(*shape), H200), peer_us=peer_us))
+        kernel = Kernel(problem(*shape), select(problem(*shape), H200), H200)
+        assert kernel.origin == ("tuned" if shape[-1] == 1024 else "nearest")
+        assert kernel.slower is slower
+        told = [] if peer_us is None else [f"the library was measured to be {10.0 / peer_us:.2f} times as fast"]
+        assert [text in kernel.explain() for text in told] == [slower] * len(told)
+
     def test_a_predicted_row_says_so(self) -> None:
         keep(record(problem(), origin="predicted", protocol="model-1"))
         assert select(problem(), H200).origin == "predicted"

@@ -37,7 +37,7 @@ def add(input: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:  # noqa: A
 
     A call goes to torch unchanged unless a kernel takes it: plain contiguous tensors of one shape and one dtype, bf16,
     fp16 or fp32, on one CUDA device, not empty, `alpha` 1, not under functorch's transforms. It also goes to torch
-    where `tlxgen.get_kernel` has nothing better (`Kernel.origin` is `torch`).
+    where `tlxgen.get_kernel` has nothing better (`Kernel.origin` is `torch`, or `Kernel.slower`).
 
     In graphs of `torch.compile` an operator stands for what a kernel takes, which a compiler cannot fuse with its
     neighbours, as it would torch's own sum.
@@ -97,7 +97,7 @@ def _look_up(x: Tensor) -> Kernel | None:
         return None
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         kernel = get_kernel("vector_add", problem)
-    return None if kernel.origin == "torch" else kernel
+    return None if kernel.origin == "torch" or kernel.slower else kernel
 
 
 class _Sum(torch.autograd.Function):

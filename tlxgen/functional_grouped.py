@@ -56,7 +56,8 @@ def grouped_mm(
 
     A call goes to torch unchanged unless a kernel takes it: plain tensors of one dtype, bf16 or fp16, on one CUDA
     device, strides as torch asks for them, no size of zero, not under functorch's transforms. It also goes to torch
-    where `tlxgen.get_kernel` has nothing better (`Kernel.origin` is `torch`). Nothing waits for the device.
+    where `tlxgen.get_kernel` has nothing better (`Kernel.origin` is `torch`, or `Kernel.slower`). Nothing waits for the
+    device.
     """
     ours = bias is None and (out_dtype is None or out_dtype == mat_a.dtype)
     if torch.compiler.is_compiling():
@@ -175,7 +176,7 @@ def _look_up(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str) -> Kernel
         return None
     with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
         kernel = get_kernel("grouped_gemm", problem)
-    return None if kernel.origin == "torch" else kernel
+    return None if kernel.origin == "torch" or kernel.slower else kernel
 
 
 def _fields(a: Tensor, b: Tensor, offs: Tensor | None) -> dict[str, Any] | None:

@@ -38,8 +38,8 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:  # noqa: A002 - torch's own 
 
     A call goes to torch unchanged unless a kernel takes it: plain tensors in bf16 or fp16 on one CUDA device, `other`
     with two dimensions, no size of zero, not under functorch's transforms nor under autocast to another dtype. It also
-    goes to torch where `tlxgen.get_kernel` has nothing better (`Kernel.origin` is `torch`). fp32 is torch's, whose
-    precision the user has set.
+    goes to torch where `tlxgen.get_kernel` has nothing better (`Kernel.origin` is `torch`, or `Kernel.slower`). fp32 is
+    torch's, whose precision the user has set.
     """
     if not torch.compiler.is_compiling():
         kernel = _TAKEN.get("matmul", (input, other))
@@ -140,7 +140,7 @@ def _look_up(a: Tensor, b: Tensor, bias: Tensor | None) -> Kernel | None:
         return None
     with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
         kernel = get_kernel("gemm", problem)
-    return None if kernel.origin == "torch" else kernel
+    return None if kernel.origin == "torch" or kernel.slower else kernel
 
 
 def _layout(matrix: Tensor) -> str:

@@ -116,4 +116,4 @@ def _look_up(a: Tensor, b: Tensor) -> Kernel | None:
         return None
     with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
         kernel = get_kernel("grouped_gemm", problem)
-    return None if kernel.origin == "torch" else kernel
+    return None if kernel.origin == "torch" or kernel.slower else kernel

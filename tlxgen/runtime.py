@@ -113,6 +113,7 @@ class Kernel:
         self.problem = problem
         self.config = choice.config
         self.origin = choice.origin
+        self.slower = choice.slower  #: than the library, where it was measured; `tlxgen.functional` calls torch then
         self._choice = choice
         self._operator = ops.get(problem.operator)
         self._gpu = gpu

@@ -30,6 +30,9 @@ Origin = Literal["pinned", "tuned", "predicted", "nearest", "default", "vanilla"
 
 HOPPER = (9, 0)
 
+#: Of the library's speed, below which functions in place of torch's leave a call to torch.
+_WORTH = 0.95
+
 
 class FallbackWarning(UserWarning):
     """A kernel comes from further down the list than the tuned row; said once for each class of sizes."""
@@ -44,16 +47,26 @@ class Choice:
         config: None where torch computes.
         passed_over: why the better choices did not apply.
         note: about the choice itself, such as the problem that a neighbour was tuned for.
+        ratio: the library's time over the kernel's where the config was measured; None if it never was.
     """
 
     origin: Origin
     config: Config | None
     passed_over: tuple[str, ...] = ()
     note: str = ""
+    ratio: float | None = None
+
+    @property
+    def slower(self) -> bool:
+        """Whether the library was measured to be faster, by more than such measurements differ."""
+        return self.ratio is not None and self.ratio < _WORTH
 
     def explain(self) -> str:
         """In one line."""
-        note = f" ({self.note})" if self.note else ""
+        notes = [self.note] if self.note else []
+        if self.slower and self.ratio is not None:
+            notes.append(f"the library was measured to be {1 / self.ratio:.2f} times as fast")
+        note = f" ({'; '.join(notes)})" if notes else ""
         chosen = [f"{self.origin}: {self.config.short}{note}"] if self.config else []
         return "; ".join([*self.passed_over, *chosen])
 
@@ -117,7 +130,8 @@ def _on_hopper(problem: Problem, gpu: Gpu, passed_over: list[str], *, note_miss:
         return None
     record, reason = _stored(problem, gpu, note_miss=note_miss)
     if record is not None:
-        return Choice("tuned" if record.origin == "measured" else "predicted", record.config, tuple(passed_over))
+        origin: Origin = "tuned" if record.origin == "measured" else "predicted"
+        return Choice(origin, record.config, tuple(passed_over), ratio=record.ratio)
     passed_over.append(reason)
     default = default_config(problem, gpu)
     rows, compiler = neighbourhood(problem.operator), toolchain.toolchain()
@@ -126,7 +140,7 @@ def _on_hopper(problem: Problem, gpu: Gpu, passed_over: list[str], *, note_miss:
     neighbour, reason = rows.nearest(problem, gpu, compiler, default)
     if neighbour is not None:
         note = f"tuned for {neighbour.problem.label}, {neighbour.distance:.2f} octaves away"
-        return Choice("nearest", neighbour.record.config, tuple(passed_over), note)
+        return Choice("nearest", neighbour.record.config, tuple(passed_over), note, neighbour.record.ratio)
     passed_over += [reason] if reason else []
     return Choice("default", default, tuple(passed_over)) if default is not None else None
 
