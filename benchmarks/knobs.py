@@ -43,11 +43,12 @@ def main() -> None:
     changes = {text: change(text) for text in arguments.changes}
     rows: list[dict[str, Any]] = []
     failures: list[dict[str, Any]] = []
+    problems = [problem for problem in suites.problems(arguments.suite) if arguments.only in problem.label]
+    if not problems:
+        raise SystemExit(f"no shape of {arguments.suite} has {arguments.only!r} in its label")
     child = Child()
     try:
-        for problem in suites.problems(arguments.suite):
-            if arguments.only not in problem.label:
-                continue
+        for problem in problems:
             report, found, failed = measure(problem, changes, child, arguments.rounds)
             rows += found
             failures += failed
@@ -64,8 +65,15 @@ def main() -> None:
 
 
 def change(text: str) -> dict[str, Value]:
-    """What `name=value,...` says; values as in YAML."""
-    pairs = (item.partition("=")[::2] for item in text.split(","))
+    """What `name=value,...` says; values as in YAML.
+
+    Raises:
+        SystemExit: it is not of that form.
+    """
+    items = text.split(",")
+    if any(not name.strip() or not value for name, value in (item.partition("=")[::2] for item in items)):
+        raise SystemExit(f"{text!r} is not a list of name=value, with commas in between")
+    pairs = (item.partition("=")[::2] for item in items)
     # YAML 1.1 takes a bare `off` for false.
     return {name.strip(): value if value in ("on", "off") else yaml.safe_load(value) for name, value in pairs}
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tlxgen import devices, measure
+from tlxgen.absent import completed
 from tlxgen.config import Config
 from tlxgen.emit import KernelSource
 from tlxgen.measure import DeviceReport, Verdict
@@ -24,7 +25,9 @@ def table(sizes: tuple[int, int, int]) -> tuple[dict[Config, float], float]:
     document = json.loads((RESULTS / "2026-11-29-exhaustive-gemm-h200.json").read_text())
     row = next(r for r in document["rows"] if tuple(r["problem"][n] for n in "MNK") == sizes)
     times = {
-        Config.from_short(entry["config"]): entry["time_us"] for entry in row["configs"] if entry["status"] == "ok"
+        completed(Config.from_short(entry["config"])): entry["time_us"]
+        for entry in row["configs"]
+        if entry["status"] == "ok"
     }
     return times, row["peer_us"]
 

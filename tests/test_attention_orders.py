@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
-import re
-from collections import Counter
+import statistics
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -58,18 +57,19 @@ def source(**params: Any) -> KernelSource:
 
 
 class Emitted:
-    """Functions of an emitted kernel, as plain Python."""
+    """Functions of an emitted kernel, in Python, on numbers of as many bits."""
 
     def __init__(self, text: str) -> None:
-        tl = SimpleNamespace(constexpr=int, where=np.where, cdiv=lambda a, b: -(-a // b))
+        types = {"constexpr": int, "int32": np.int32, "int64": np.int64}
+        tl = SimpleNamespace(**types, where=np.where, cdiv=lambda a, b: -(-a // b))
         self.names: dict[str, Any] = {"tl": tl}
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef) and node.name in ("tile_at", "blocks_at"):
                 node.decorator_list = []
-                exec(re.sub(r"\.to\(tl\.int\d\d\)", "", ast.unparse(node)), self.names)
+                exec(ast.unparse(node).replace(".to(", ".astype("), self.names)
 
     def tile_at(self, *sizes: int) -> tuple[int, int, int]:
-        batch, head, row = self.names["tile_at"](*sizes)
+        batch, head, row = self.names["tile_at"](*map(np.int32, sizes))  # as on the device
         return int(batch), int(head), int(row)
 
     def blocks(self, *sizes: int) -> int:
@@ -131,12 +131,29 @@ def of_kind(causal: str, windowed: bool) -> KernelSource:
     return emit(ATTENTION, made, config(made, schedule="dynamic"))
 
 
-@pytest.mark.parametrize("row_tiles", [1, 2, 3, 8, 32, 97, 128, 46342])
-def test_no_program_meets_rows_of_one_length_only(row_tiles: int) -> None:
+@pytest.mark.parametrize(
+    ("order", "programs", "met"),
+    [("long_first", "all", 2), ("long_first", "coprime", 8), ("affine", "all", 2), ("affine", "coprime", 8)],
+)
+def test_coprime_programs_meet_rows_of_all_lengths(order: str, programs: str, met: int) -> None:
+    """Eight row tiles a head: each of twelve programs keeps meeting the same two, each of eleven meets all."""
+    name = json.dumps({"order": order, "head_group": 1, "programs": programs})
+    kernel, emitted, heads = SOURCES[name], EMITTED[name], 24
+    block_m = loader.load(kernel).BLOCK_M
+    count, (tiles, row_tiles, _, _, _, _, *stride) = host(kernel, problem((1, heads, 8 * block_m, 64)), 12)
+    for program in range(count):
+        places = [emitted.tile_at(i, tiles, row_tiles, heads, *stride, block_m) for i in range(program, tiles, count)]
+        assert len({row for _, _, row in places}) == met
+
+
+def test_rows_at_a_distance_are_counted_in_64_bits() -> None:
+    name = json.dumps({"order": "affine", "head_group": 1, "programs": "all"})
+    row_tiles = 2**24 // 128
     stride = balance.stride(row_tiles)
-    assert math.gcd(stride, row_tiles) == 1
-    programs = balance.Walk("long_first", 1, coprime=True).programs(row_tiles, 10 * row_tiles, 132)
-    assert math.gcd(programs, row_tiles) == 1
+    assert (row_tiles - 1) * stride > 2**31
+    with np.errstate(over="raise"):
+        _, _, row = EMITTED[name].tile_at(row_tiles - 1, 4 * row_tiles, row_tiles, 4, stride, 128)
+    assert row == (row_tiles - 1) * stride % row_tiles * 128
 
 
 def test_one_program_for_each_tile() -> None:
@@ -179,14 +196,15 @@ def measured() -> list[tuple[AttentionProblem, dict[str, dict[str, Any]]]]:
     return [(made, rows) for made, rows in problems if made.causal != "none" and made.B * made.H * made.S >= 2**17]
 
 
-@pytest.mark.parametrize(("made", "rows"), measured(), ids=lambda value: getattr(value, "label", "-"))
-def test_the_model_tells_what_an_order_costs(made: AttentionProblem, rows: dict[str, dict[str, Any]]) -> None:
-    """Beside drawn tiles, as measured on an H200: no order is off by more than 12 %, most by less than 3 %."""
-    tuned = rows["tuned"]
+def test_the_model_tells_what_an_order_costs() -> None:
+    """Beside drawn tiles, as measured on an H200: half come out within 2.5 %, and all within 12 %."""
     off = []
-    for row in rows.values():
-        one, other = Config(**row["config"]), Config(**tuned["config"])
-        predicted = ATTENTION.predict_us(made, one, H200) / ATTENTION.predict_us(made, other, H200)
-        off.append(abs(predicted / (row["time_us"] / tuned["time_us"]) - 1.0))
-    assert Counter(error < 0.035 for error in off)[True] > len(off) / 2
+    for made, rows in measured():
+        tuned = rows.pop("tuned")
+        drawn = ATTENTION.predict_us(made, Config(**tuned["config"]), H200)
+        for row in rows.values():
+            predicted = ATTENTION.predict_us(made, Config(**row["config"]), H200) / drawn
+            off.append(abs(predicted / (row["time_us"] / tuned["time_us"]) - 1.0))
+    assert len(off) > 100
+    assert statistics.median(off) < 0.025
     assert max(off) < 0.12

@@ -43,6 +43,12 @@ def test_a_change_names_parameters_and_their_values(text: str, params: dict[str,
     assert knobs.change(text) == params
 
 
+@pytest.mark.parametrize("text", ["", "head_group", "head_group=1,", "=1", "head_group="])
+def test_what_is_no_change_is_refused(text: str) -> None:
+    with pytest.raises(SystemExit, match="name=value"):
+        knobs.change(text)
+
+
 def test_a_change_is_left_out_where_it_is_not_legal_or_makes_no_difference() -> None:
     problem = ATTENTION.problem((1, 32, 4096, 128), causal="bottom-right")
     config = tuned(problem)
@@ -71,6 +77,10 @@ def test_each_shape_of_the_suite_has_its_rows_and_what_became_of_the_others(
     words = ["knobs", str(suite), "--with", "tail=split", "--with", "schedule=dynamic", "-o", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
     knobs.main()
+    monkeypatch.setattr(sys, "argv", [*words, "--only", "softcap"])
+    with pytest.raises(SystemExit, match="'softcap' in its label"):
+        knobs.main()
+    monkeypatch.setattr(sys, "argv", words)
     (file,) = tmp_path.glob("*-knobs-h200.json")
     content = json.loads(file.read_text())
     assert [row["change"] for row in content["rows"]].count("tuned") == 2

@@ -137,7 +137,8 @@ def expected_tma(case: Case) -> tuple[int, int]:
     pingpong = case.config.template == "gemm_tma_pingpong"
     consumers = 2 if pingpong else int(p["consumers"])
     parts_of_a = 1 if pingpong else consumers
-    stores = consumers * int(p["epilogue_subtiles"])
+    ways = 2 if p.get("tail") == "split" else 1  # that a tile is stored: as one, and put together from pieces
+    stores = ways * consumers * int(p["epilogue_subtiles"])
     residual = "residual" in getattr(case.problem, "epilogue_parts", ())
     return parts_of_a + 1 + (stores if residual else 0), stores
 

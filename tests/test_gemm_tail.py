@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.emitted_walk import Walk
 from tests.simulated import launch
-from tlxgen import accuracy, devices, last_round, loader, ops
+from tlxgen import accuracy, devices, last_round, loader, ops, space
 from tlxgen.candidates import candidates
 from tlxgen.config import Config
 from tlxgen.emit import KernelSource, emit
@@ -141,6 +141,23 @@ def test_rounds_that_are_almost_full_are_left_whole() -> None:
     }
     assert tails == {64: {"whole"}, 128: {"whole"}}
     assert config(problem(128, 4096, 4096)).params["tail"] == "split"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 1000), st.integers(1, 1500))
+def test_a_config_that_splits_does_so_and_no_two_launch_alike(rows: int, columns: int, depth: int) -> None:
+    made = problem(rows, 16 * columns, 16 * depth)
+    seen = set()
+    for one in space.legal_configs(GEMM, made, H200, ("gemm_tma_cooperative",)):
+        p: dict[str, Any] = dict(one.params)
+        if p["tail"] == "split":
+            tiles = -(-made.M // p["block_m"]) * -(-made.N // p["block_n"])
+            steps = -(-made.K // p["block_k"])
+            found = last_round.split(tiles, steps, H200.sm_count, p.pop("pieces"), LEAST_STEPS, even=True)
+            assert found.tiles, one.short
+            launch = (found, *sorted(p.items()))
+            assert launch not in seen, one.short
+            seen.add(launch)
 
 
 def test_nobody_has_two_pieces_where_few_would_be_idle() -> None:

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from tests.recorded import InstantPool, RecordedCard, table
+from tlxgen import candidates as of_today
 from tlxgen import devices, ops, rank, tune, tuning, tuning_cli
-from tlxgen.candidates import candidates
 from tlxgen.config import Config
+from tlxgen.devices import Gpu
 from tlxgen.emit import emit
 from tlxgen.errors import CompileError, InvalidProblemError, TuningError
 from tlxgen.keys import tuning_key
 from tlxgen.measure import PROTOCOL, Verdict
+from tlxgen.problem import Problem
 from tlxgen.record import Trial
 from tlxgen.store import Store
 from tlxgen.tuning import Budget, TuneResult
@@ -37,12 +39,19 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
+def candidates(problem: Problem, gpu: Gpu, templates: tuple[str, ...] | None = None) -> list[Config]:
+    """Those of the space that was recorded, in which tiles were whole."""
+    return [c for c in of_today.candidates(problem, gpu, templates) if c.params.get("tail") != "split"]
+
+
 Run = Callable[..., TuneResult]
 
 
 @pytest.fixture
 def run(store: Store, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Tunes a recorded shape; keyword arguments go to the tuner, but for the card and the compiler's failures."""
+
+    monkeypatch.setattr(tune, "candidates", candidates)
 
     def run(
         card: RecordedCard,

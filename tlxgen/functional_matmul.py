@@ -8,6 +8,7 @@ The gradients are products themselves, in other layouts, and go the same way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,11 +97,10 @@ def _any_rank(a: Tensor, b: Tensor, bias: Tensor | None, function: str, given: t
     elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
         result = _Product.apply(rows, b, bias)  # type: ignore[no-untyped-call]
     else:
+        who = _find(rows, b, bias) or _by_torch
         with as_given(a):
-            result = product(rows, b, bias)
-        kernel = _find(rows, b, bias)
-        if kernel is not None:
-            _TAKEN.keep(function, given, kernel)
+            result = who(rows, b) if bias is None else who(rows, b, bias=bias)
+        _TAKEN.keep(function, given, who)
     return result if a.dim() == 2 else _leading(a, result)
 
 
@@ -111,15 +111,18 @@ def _leading(a: Tensor, result: Tensor) -> Tensor:
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """A (M, K) · B (K, N) + bias (N,), without gradients: by a kernel, or by torch where there is nothing better."""
-    kernel = _find(a, b, bias)
-    if kernel is None:
-        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-    return kernel(a, b) if bias is None else kernel(a, b, bias=bias)
+    who = _find(a, b, bias) or _by_torch
+    return who(a, b) if bias is None else who(a, b, bias=bias)
+
+
+def _by_torch(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
 #: By shapes, layouts, dtypes and devices: the kernel, or None where torch is to compute.
 _FOUND: Lookups[Kernel | None] = Lookups()
-_TAKEN: Taken[Kernel] = Taken("gemm")
+#: A kernel, or torch where that is to compute.
+_TAKEN: Taken[Callable[..., Tensor]] = Taken("gemm")
 
 
 def _find(a: Tensor, b: Tensor, bias: Tensor | None) -> Kernel | None:

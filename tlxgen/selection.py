@@ -22,7 +22,7 @@ from tlxgen.problem import Problem
 from tlxgen.record import TunedRecord
 
 if TYPE_CHECKING:
-    from tlxgen.nearest import Neighbourhood
+    from tlxgen.nearest import Neighbour, Neighbourhood
 
 #: `pinned`: the user's own; `tuned` and `predicted`: a row of the database; `nearest`: the row of a similar problem;
 #: `default`: the model's favourite; `vanilla`: plain Triton.
@@ -32,6 +32,8 @@ HOPPER = (9, 0)
 
 #: Of the library's speed, below which functions in place of torch's leave a call to torch.
 _WORTH = 0.95
+#: Octaves up to which a length that runs, such as that of a batch, leaves open which of kernel and library is faster.
+_ALIKE = 1.0
 
 
 class FallbackWarning(UserWarning):
@@ -47,25 +49,26 @@ class Choice:
         config: None where torch computes.
         passed_over: why the better choices did not apply.
         note: about the choice itself, such as the problem that a neighbour was tuned for.
-        ratio: the library's time over the kernel's where the config was measured; None if it never was.
+        lead: how many times as fast the library was measured to be, if it clearly was faster.
     """
 
     origin: Origin
     config: Config | None
     passed_over: tuple[str, ...] = ()
     note: str = ""
-    ratio: float | None = None
+    lead: float | None = None
 
     @property
     def slower(self) -> bool:
         """Whether the library was measured to be faster, by more than such measurements differ."""
-        return self.ratio is not None and self.ratio < _WORTH
+        return self.lead is not None
 
     def explain(self) -> str:
         """In one line."""
         notes = [self.note] if self.note else []
-        if self.slower and self.ratio is not None:
-            notes.append(f"the library was measured to be {1 / self.ratio:.2f} times as fast")
+        if self.lead is not None:
+            there = " there" if self.origin == "nearest" else ""
+            notes.append(f"the library was measured to be {self.lead:.2f} times as fast{there}")
         note = f" ({'; '.join(notes)})" if notes else ""
         chosen = [f"{self.origin}: {self.config.short}{note}"] if self.config else []
         return "; ".join([*self.passed_over, *chosen])
@@ -131,7 +134,7 @@ def _on_hopper(problem: Problem, gpu: Gpu, passed_over: list[str], *, note_miss:
     record, reason = _stored(problem, gpu, note_miss=note_miss)
     if record is not None:
         origin: Origin = "tuned" if record.origin == "measured" else "predicted"
-        return Choice(origin, record.config, tuple(passed_over), ratio=record.ratio)
+        return Choice(origin, record.config, tuple(passed_over), lead=_lead(record))
     passed_over.append(reason)
     default = default_config(problem, gpu)
     rows, compiler = neighbourhood(problem.operator), toolchain.toolchain()
@@ -140,9 +143,24 @@ def _on_hopper(problem: Problem, gpu: Gpu, passed_over: list[str], *, note_miss:
     neighbour, reason = rows.nearest(problem, gpu, compiler, default)
     if neighbour is not None:
         note = f"tuned for {neighbour.problem.label}, {neighbour.distance:.2f} octaves away"
-        return Choice("nearest", neighbour.record.config, tuple(passed_over), note, neighbour.record.ratio)
+        lead = _lead(neighbour.record) if _same_weights(problem, neighbour) else None
+        return Choice("nearest", neighbour.record.config, tuple(passed_over), note, lead)
     passed_over += [reason] if reason else []
     return Choice("default", default, tuple(passed_over)) if default is not None else None
+
+
+def _lead(record: TunedRecord) -> float | None:
+    """How many times as fast the library was, if by more than the rounds of the measurement differed as well."""
+    if record.peer_us is None or record.peer_us >= _WORTH * (record.time_us - (record.spread_us or 0.0)):
+        return None
+    return record.time_us / record.peer_us
+
+
+def _same_weights(problem: Problem, neighbour: Neighbour) -> bool:
+    """Whether a neighbour is so near, and differs in running lengths alone, that the library does as it does there."""
+    fixed = [name for name in problem.lengths if name not in problem.running]
+    same = all(getattr(problem, name) == getattr(neighbour.problem, name) for name in fixed)
+    return same and neighbour.distance <= _ALIKE
 
 
 def _stored(problem: Problem, gpu: Gpu, *, note_miss: bool) -> tuple[TunedRecord | None, str]:
