@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.results import row, write
+from benchmarks.results import beside, row, write
 from benchmarks.suite import line
 from tlxgen import ops, runtime, space, suites
 from tlxgen.compile_pool import CompilePool
@@ -70,10 +70,9 @@ def change(text: str) -> dict[str, Value]:
     Raises:
         SystemExit: it is not of that form.
     """
-    items = text.split(",")
-    if any(not name.strip() or not value for name, value in (item.partition("=")[::2] for item in items)):
+    pairs = [item.partition("=")[::2] for item in text.split(",")]
+    if any(not name.strip() or not value for name, value in pairs):
         raise SystemExit(f"{text!r} is not a list of name=value, with commas in between")
-    pairs = (item.partition("=")[::2] for item in items)
     # YAML 1.1 takes a bare `off` for false.
     return {name.strip(): value if value in ("on", "off") else yaml.safe_load(value) for name, value in pairs}
 
@@ -120,23 +119,19 @@ def measure(
             else:
                 failed[name] = f"{verdict.status}: {verdict.message}"
     found = timings(card.measure(list(errors), rounds))
-    rows = []
-    for name, error in errors.items():
-        timing = found[name]
-        others = {guest: round(found[guest].relative / timing.relative, 4) for guest in guests}
-        rows.append(
-            {
-                "kind": "tuned" if name == "tuned" else "changed",
-                "change": name,
-                **row(problem, configs[name], timing, error, report),
-                "others": others,
-            }
-        )
-    return (
-        report,
-        rows,
-        [{"problem": problem.model_dump(), "change": name, "reason": why} for name, why in failed.items()],
-    )
+    failed |= {name: f"{fault.status}: {fault.message}" for name, fault in card.faults.items()}
+    rows = [
+        {
+            "kind": "tuned" if name == "tuned" else "changed",
+            "change": name,
+            **row(problem, configs[name], found[name], error, report),
+            "others": beside(found, name, guests),
+        }
+        for name, error in errors.items()
+        if name in found
+    ]
+    failures = [{"problem": problem.model_dump(), "change": name, "reason": why} for name, why in failed.items()]
+    return report, rows, failures
 
 
 if __name__ == "__main__":

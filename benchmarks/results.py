@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ def row(problem: Problem, config: Config, timing: Timing, error: float | None, r
         "error": error,
         "error_peer": report.peer_error,
     }
+
+
+def beside(found: Mapping[str, Timing], name: str, guests: Iterable[str]) -> dict[str, float]:
+    """Other libraries' times over a kernel's in the same rounds."""
+    return {guest: round(found[guest].relative / found[name].relative, 4) for guest in guests}
 
 
 def write(folder: Path, name: str, report: DeviceReport, rows: list[dict[str, Any]], **more: Any) -> Path:

@@ -2,7 +2,7 @@
 
 python -m benchmarks.structures attention attention_varlen
 
-Takes no GPU: some 400 configs a minute on two cores. What is found is printed as it is found, and ends in status 1.
+Takes no GPU: 2116 kernels took six minutes on two cores. What is found is printed as it is found, and ends in status 1.
 """
 
 from __future__ import annotations

