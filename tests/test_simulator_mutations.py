@@ -218,19 +218,17 @@ LAST_ROUND_BUGS = [
     bug("the first puts pieces together", "== pieces - 1:", "== 0:", "data_race"),
     bug("columns of a pair change places", "(3, 0, 2, 4, 1, 5)", "(3, 0, 2, 4, 5, 1)", "wrong_result"),
     bug("the count stays", "tl.store(arrived, 0)", "pass", "wrong_result"),
+    bug("pieces begin at the first block", "tl.where(turn == 0, block, 0)", "block * 0", "wrong_result"),
+    bug("pieces end at the last block", "next_block, blocks)", "blocks, blocks)", "wrong_result"),
 ]  # fmt: skip
 
 SPLIT_BUGS = [
     bug("all tiles count in one place", "tile = index - whole_tiles\n", "tile = 0\n", "data_race wrong_result"),
-    bug("pieces begin at the first block", "tl.where(turn == 0, block, 0)", "block * 0", "wrong_result"),
-    bug("pieces end at the last block", "next_block, blocks)", "blocks, blocks)", "wrong_result"),
     bug("sums of pieces are not rescaled", "total * factor + sums * weight", "total + sums", "wrong_result"),
 ]  # fmt: skip
 
 COOPERATIVE_SPLIT_BUGS = [
     bug("all tiles count in one place", "arrived_ptr + tile", "arrived_ptr", "data_race wrong_result"),
-    bug("pieces begin at the first step", "tl.where(turn == 0, block, 0)", "block * 0", "wrong_result"),
-    bug("pieces end at the last step", "next_block, blocks)", "blocks, blocks)", "wrong_result"),
     bug("one piece is left out", "tl.where(piece + i < pieces, rows, 0)", "tl.where(piece + i < pieces - 1, rows, 0)", "wrong_result"),
     bug("the next tile's pieces are added", "tl.where(piece + i < pieces, rows, 0)", "rows", "wrong_result data_race out_of_bounds"),
     bug("rows of the last warps are not left", "// 32 * 16 < rows)", "// 32 * 16 < rows - 16)", "wrong_result"),

@@ -15,7 +15,7 @@ from tlxgen import eligible, library, ops, torch_own
 from tlxgen.calls import transformed
 from tlxgen.errors import InvalidProblemError
 from tlxgen.library_add import vector_add
-from tlxgen.lookups import Lookups
+from tlxgen.lookups import Lookups, better_than_torch
 from tlxgen.pinning import pinned
 from tlxgen.runtime import Kernel, get_kernel
 
@@ -96,8 +96,7 @@ def _look_up(x: Tensor) -> Kernel | None:
     if problem.empty:
         return None
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        kernel = get_kernel("vector_add", problem)
-    return None if kernel.origin == "torch" or kernel.slower else kernel
+        return better_than_torch(get_kernel("vector_add", problem))
 
 
 class _Sum(torch.autograd.Function):

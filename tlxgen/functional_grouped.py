@@ -20,7 +20,7 @@ from tlxgen import eligible, library, library_grouped, ops, torch_own
 from tlxgen.calls import as_given, transformed
 from tlxgen.devices import Hopper
 from tlxgen.errors import InvalidProblemError
-from tlxgen.lookups import Lookups
+from tlxgen.lookups import Lookups, better_than_torch
 from tlxgen.ops.grouped_gemm_problem import GATED
 from tlxgen.pinning import pinned
 from tlxgen.runtime import Kernel, get_kernel
@@ -175,8 +175,7 @@ def _look_up(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str) -> Kernel
     if problem.empty:
         return None
     with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
-        kernel = get_kernel("grouped_gemm", problem)
-    return None if kernel.origin == "torch" or kernel.slower else kernel
+        return better_than_torch(get_kernel("grouped_gemm", problem))
 
 
 def _fields(a: Tensor, b: Tensor, offs: Tensor | None) -> dict[str, Any] | None:

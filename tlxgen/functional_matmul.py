@@ -17,7 +17,7 @@ from torch import Tensor
 from tlxgen import eligible, library, ops, torch_own
 from tlxgen.calls import as_given, transformed
 from tlxgen.errors import InvalidProblemError
-from tlxgen.lookups import Lookups
+from tlxgen.lookups import Lookups, better_than_torch
 from tlxgen.pinning import pinned
 from tlxgen.runtime import Kernel, get_kernel
 from tlxgen.taken import Taken
@@ -142,8 +142,7 @@ def _look_up(a: Tensor, b: Tensor, bias: Tensor | None) -> Kernel | None:
     if problem.empty:
         return None
     with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
-        kernel = get_kernel("gemm", problem)
-    return None if kernel.origin == "torch" or kernel.slower else kernel
+        return better_than_torch(get_kernel("gemm", problem))
 
 
 def _layout(matrix: Tensor) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tlxgen import eligible, library, library_grouped, ops
 from tlxgen.calls import transformed
 from tlxgen.errors import InvalidProblemError
-from tlxgen.lookups import Lookups
+from tlxgen.lookups import Lookups, better_than_torch
 from tlxgen.pinning import pinned
 from tlxgen.runtime import Kernel, get_kernel
 
@@ -115,5 +115,4 @@ def _look_up(a: Tensor, b: Tensor) -> Kernel | None:
     if problem.empty:
         return None
     with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
-        kernel = get_kernel("grouped_gemm", problem)
-    return None if kernel.origin == "torch" or kernel.slower else kernel
+        return better_than_torch(get_kernel("grouped_gemm", problem))

@@ -29,3 +29,8 @@ class Lookups(Generic[T]):
                 self._found.clear()
             found = self._found[key] = look_up()
         return found
+
+
+def better_than_torch(kernel: runtime.Kernel) -> runtime.Kernel | None:
+    """The kernel, or None where torch is to compute: there is no other, or torch was measured to be faster."""
+    return None if kernel.origin == "torch" or kernel.slower else kernel
