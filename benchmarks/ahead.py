@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tlxgen import ops, selection
-from tlxgen.compile_pool import CompilePool
+from tlxgen import ops
+from tlxgen.codegen.emit import emit
 from tlxgen.devices import Gpu
-from tlxgen.emit import emit
 from tlxgen.errors import CompileError
 from tlxgen.problem import Problem
+from tlxgen.runtime import selection
+from tlxgen.tuner.compile_pool import CompilePool
 
 
 def compile_served(problems: Iterable[Problem], gpu: Gpu) -> None:

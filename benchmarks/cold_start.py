@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.results import write
 from tlxgen import ops
-from tlxgen.measure import Setup
 from tlxgen.problem import Problem
+from tlxgen.tuner.measure import Setup
 
 PROCESSES = 7
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from benchmarks.results import row, write
 from tlxgen import ops
-from tlxgen.emit import emit
+from tlxgen.codegen.emit import emit
+from tlxgen.db.store import Store
 from tlxgen.problem import Problem
-from tlxgen.store import Store
-from tlxgen.trials import Card, timings
-from tlxgen.tune import tune
-from tlxgen.tuning import Budget, TuneResult
+from tlxgen.tuner.card import Card, timings
+from tlxgen.tuner.state import Budget, TuneResult
+from tlxgen.tuner.tune import tune
 
 
 def main() -> None:

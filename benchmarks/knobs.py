@@ -18,16 +18,19 @@ import yaml
 
 from benchmarks.results import beside, row, write
 from benchmarks.suite import line
-from tlxgen import ops, runtime, space, suites
-from tlxgen.compile_pool import CompilePool
+from tlxgen import ops
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config, Value
 from tlxgen.devices import Gpu
-from tlxgen.emit import emit
 from tlxgen.errors import CompileError
-from tlxgen.measure import DeviceReport
+from tlxgen.ops import suites
 from tlxgen.problem import Problem
-from tlxgen.process import Child
-from tlxgen.trials import Card, timings
+from tlxgen.runtime import kernel
+from tlxgen.space import search_space
+from tlxgen.tuner.card import Card, timings
+from tlxgen.tuner.compile_pool import CompilePool
+from tlxgen.tuner.measure import DeviceReport
+from tlxgen.tuner.process import Child
 
 
 def main() -> None:
@@ -86,7 +89,7 @@ def variants(
     for text, params in changes.items():
         config = Config(template=tuned.template, params={**tuned.params, **params})
         known = params.keys() <= tuned.params.keys() and config not in found.values()
-        if known and space.why_illegal(operator, problem, config, gpu) is None:
+        if known and search_space.why_illegal(operator, problem, config, gpu) is None:
             found[text] = config
     return found
 
@@ -98,7 +101,7 @@ def measure(
     operator = ops.get(problem.operator)
     card = Card(problem.operator, problem, seed=1, child=child)
     report = card.setup()
-    choice = runtime.select(problem, report.gpu)
+    choice = kernel.select(problem, report.gpu)
     assert choice.origin == "tuned", f"{problem.label} is not tuned"
     assert choice.config is not None
     guests = card.invite()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tlxgen.process import Child
+from tlxgen.tuner.process import Child
 
 _PRODUCTS = 8  # between pauses: about 15 ms of an H200
 

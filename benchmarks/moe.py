@@ -29,14 +29,15 @@ from torch import Tensor
 from benchmarks.ahead import compile_served
 from benchmarks.replays import ROUNDS, Call, Samples, samples
 from benchmarks.results import write
-from tlxgen import accuracy, ops, runtime, torch_own
+from tlxgen import api, ops
 from tlxgen.devices import target
 from tlxgen.functional import fused_moe
-from tlxgen.functional_grouped import gated_mm, grouped_mm
-from tlxgen.measure import DeviceReport, Setup
-from tlxgen.moe_combine import combine
-from tlxgen.moe_routing import route
+from tlxgen.functional.grouped import gated_mm, grouped_mm
+from tlxgen.functional.moe_combine import combine
+from tlxgen.functional.moe_routing import route
+from tlxgen.ops import accuracy, torch_own
 from tlxgen.problem import Problem
+from tlxgen.tuner.measure import DeviceReport, Setup
 
 DEVICE = "cuda"
 OURS = "tlxgen"
@@ -243,7 +244,7 @@ def checked(layer: Layer, everybody: Mapping[str, Call], expected: Tensor) -> di
 def origins(layer: Layer) -> dict[str, str]:
     """Who computes the products of ours."""
     problems = layer.problems().items()
-    return {name: runtime.get_kernel("grouped_gemm", problem, on_miss="ignore").origin for name, problem in problems}
+    return {name: api.get_kernel("grouped_gemm", problem, on_miss="ignore").origin for name, problem in problems}
 
 
 def entry(layer: Layer, times: Samples) -> dict[str, Any]:

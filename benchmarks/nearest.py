@@ -29,20 +29,21 @@ from typing import Any
 from benchmarks.repeatability import pass_gate
 from benchmarks.results import write
 from benchmarks.untuned import OPERATORS, Drawn, drawn
-from tlxgen import ops, runtime, selection, toolchain
-from tlxgen.candidates import default_config
-from tlxgen.compile_pool import CompilePool
+from tlxgen import ops, toolchain
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
+from tlxgen.db.store import Store
 from tlxgen.devices import Gpu
-from tlxgen.emit import emit
 from tlxgen.errors import GpuLostError, TuningError
-from tlxgen.measure import DeviceReport
 from tlxgen.problem import Problem
-from tlxgen.process import Child
-from tlxgen.store import Store
-from tlxgen.trials import Card, Timing, timings
-from tlxgen.tune import tune
-from tlxgen.tuning import Budget, TuneResult
+from tlxgen.runtime import kernel, selection
+from tlxgen.space.candidates import default_config
+from tlxgen.tuner.card import Card, Timing, timings
+from tlxgen.tuner.compile_pool import CompilePool
+from tlxgen.tuner.measure import DeviceReport
+from tlxgen.tuner.process import Child
+from tlxgen.tuner.state import Budget, TuneResult
+from tlxgen.tuner.tune import tune
 
 SEED = 1
 INPUTS = 1000  # seed of inputs that no tuning has seen
@@ -126,13 +127,13 @@ def shipped_alone() -> Iterator[None]:
     before = os.environ.get("TLXGEN_CACHE")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TLXGEN_CACHE"] = str(Path(folder) / "tuned.db")
-        runtime.forget()
+        kernel.forget()
         try:
             yield
         finally:
             del os.environ["TLXGEN_CACHE"]
             os.environ.update({"TLXGEN_CACHE": before} if before is not None else {})
-            runtime.forget()
+            kernel.forget()
 
 
 def problems(turns: Sequence[str], gpu: Gpu, seed: int) -> Iterator[Drawn]:

@@ -29,9 +29,11 @@ from typing import Any
 import torch
 
 from benchmarks.results import write
-from tlxgen import functional, ops, plans, runtime
-from tlxgen.measure import Setup
+from tlxgen import api, functional, ops
 from tlxgen.problem import Problem
+from tlxgen.runtime import kernel as runtime
+from tlxgen.runtime import plans
+from tlxgen.tuner.measure import Setup
 
 CALLS = 300
 ROUNDS = 7
@@ -91,7 +93,7 @@ def cases() -> list[Case]:
 def measure(case: Case) -> dict[str, Any]:
     """Microseconds of each part."""
     problem, operator = case.problem, ops.get(case.problem.operator)
-    kernel = runtime.get_kernel(problem.operator, problem, on_miss="ignore")
+    kernel = api.get_kernel(problem.operator, problem, on_miss="ignore")
     sets = [operator.inputs(problem, "cuda", seed) for seed in range(SETS)]
     inputs = sets[0]
     tensors = tuple(inputs[name] for name in operator.inputs_in_order)
@@ -107,7 +109,7 @@ def measure(case: Case) -> dict[str, Any]:
             functional=lambda: drop_in(*next(calls)),
             call_out=lambda: kernel(*next(calls), out=out),
             call_named=lambda: kernel(**inputs),
-            get_kernel=lambda: runtime.get_kernel(problem.operator, problem, on_miss="ignore"),
+            get_kernel=lambda: api.get_kernel(problem.operator, problem, on_miss="ignore"),
         ),
         **repeated_parts(kernel, tensors),  # which there are by now
     }
@@ -182,7 +184,7 @@ def new_length_us(case: Case) -> float:
         inputs = ops.get(problem.operator).inputs(problem, "cuda", 0)
         torch.cuda.synchronize()
         started = time.perf_counter()
-        runtime.get_kernel(problem.operator, problem, on_miss="ignore")(**inputs)
+        api.get_kernel(problem.operator, problem, on_miss="ignore")(**inputs)
         times.append((time.perf_counter() - started) * 1e6)
     torch.cuda.synchronize()
     return statistics.median(times)

@@ -27,23 +27,25 @@ from typing import Any
 
 from benchmarks.load import Load, beside
 from benchmarks.results import row, write
-from tlxgen import devices, gpu_lock, ops, space
-from tlxgen.candidates import candidates
-from tlxgen.compile_pool import CompilePool
+from tlxgen import devices, ops
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
-from tlxgen.contention import disturbance
+from tlxgen.db.record import tuning_key
+from tlxgen.db.shipped import import_shipped
+from tlxgen.db.store import Store
 from tlxgen.devices import Gpu
-from tlxgen.emit import emit
-from tlxgen.final import lead_is_noise
-from tlxgen.keys import tuning_key
-from tlxgen.measure import DeviceReport
 from tlxgen.problem import Problem
-from tlxgen.process import Child
-from tlxgen.shipped import import_shipped
-from tlxgen.store import Store
-from tlxgen.trials import Card, Timing, timings
-from tlxgen.tune import tune
-from tlxgen.tuning import Budget, TuneResult
+from tlxgen.space import search_space
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner import gpu_lock
+from tlxgen.tuner.card import Card, Timing, timings
+from tlxgen.tuner.compile_pool import CompilePool
+from tlxgen.tuner.contention import disturbance
+from tlxgen.tuner.final import lead_is_noise
+from tlxgen.tuner.measure import DeviceReport
+from tlxgen.tuner.process import Child
+from tlxgen.tuner.state import Budget, TuneResult
+from tlxgen.tuner.tune import tune
 
 LABELS = (
     "gemm 2048 2048 2048 bf16 nn",
@@ -181,7 +183,7 @@ def shipped_config(problem: Problem, gpu: Gpu) -> Config | None:
         record = store.get(tuning_key(problem, gpu.key))
     if record is None or record.origin != "measured":
         return None
-    return None if space.why_illegal(ops.get(problem.operator), problem, record.config, gpu) else record.config
+    return None if search_space.why_illegal(ops.get(problem.operator), problem, record.config, gpu) else record.config
 
 
 def together(plan: Plan, configs: Iterable[Config]) -> tuple[dict[Config, tuple[Timing, float | None]], DeviceReport]:

@@ -1,4 +1,4 @@
-"""Calls timed beside each other: replays of CUDA graphs in turn, as `tlxgen.measure` does, but of any call.
+"""Calls timed beside each other: replays of CUDA graphs in turn, as `tlxgen.tuner.measure` does, but of any call.
 
 Inputs are not rotated. That is for calls that read more than fits into L2, or what a call just before them has written.
 """

@@ -12,10 +12,10 @@ from typing import Any
 from tlxgen import ops
 from tlxgen._version import __version__
 from tlxgen.config import Config
-from tlxgen.measure import PROTOCOL, DeviceReport
 from tlxgen.problem import Problem
 from tlxgen.toolchain import toolchain
-from tlxgen.trials import Timing
+from tlxgen.tuner.card import Timing
+from tlxgen.tuner.measure import PROTOCOL, DeviceReport
 
 
 def row(problem: Problem, config: Config, timing: Timing, error: float | None, report: DeviceReport) -> dict[str, Any]:

@@ -24,12 +24,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlxgen import devices, ops
 from tlxgen._version import __version__
-from tlxgen.candidates import candidates
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
-from tlxgen.emit import emit
 from tlxgen.simulator.check import check
-from tlxgen.simulator.machine import Machine
+from tlxgen.simulator.machine.machine import Machine
 from tlxgen.simulator.program import Program, load
+from tlxgen.space.candidates import candidates
 from tlxgen.toolchain import toolchain
 
 REPETITIONS = 9

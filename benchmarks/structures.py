@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 from tlxgen import devices, ops
 from tlxgen._version import __version__
-from tlxgen.candidates import candidates
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
-from tlxgen.emit import emit
 from tlxgen.problem import Problem
 from tlxgen.simulator.check import check
+from tlxgen.space.candidates import candidates
 from tlxgen.toolchain import toolchain
 
 #: Parameters that change numbers, registers or addresses, and neither barriers, copies nor who waits for whom.

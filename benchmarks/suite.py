@@ -17,13 +17,15 @@ from typing import Any
 import yaml
 
 from benchmarks.results import beside, row, write
-from tlxgen import ops, runtime, suites
-from tlxgen.candidates import default_config
+from tlxgen import ops
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
-from tlxgen.emit import emit
-from tlxgen.measure import DeviceReport
-from tlxgen.process import Child
-from tlxgen.trials import Card, timings
+from tlxgen.ops import suites
+from tlxgen.runtime import kernel
+from tlxgen.space.candidates import default_config
+from tlxgen.tuner.card import Card, timings
+from tlxgen.tuner.measure import DeviceReport
+from tlxgen.tuner.process import Child
 
 ROUNDS = 41
 
@@ -80,7 +82,7 @@ def measure(problem: Any, child: Child, rounds: int, *, alone: bool) -> tuple[De
     card = Card(problem.operator, problem, seed=1, child=child)
     report = card.setup()
     guests = card.invite()
-    choice = runtime.select(problem, report.gpu)
+    choice = kernel.select(problem, report.gpu)
     configs: dict[str, Config] = {}
     if choice.origin == "tuned" and choice.config is not None:
         configs["tuned"] = choice.config

@@ -20,10 +20,10 @@ import torch
 
 from benchmarks.results import write
 from tlxgen import ops
-from tlxgen.candidates import candidates
-from tlxgen.emit import emit
-from tlxgen.measure import PEER, DeviceReport, Gate, Session, Setup
+from tlxgen.codegen.emit import emit
 from tlxgen.problem import Problem
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner.measure import PEER, DeviceReport, Gate, Session, Setup
 
 SHAPES = [(4096, 4096, 4096), (2048, 2048, 2048), (8192, 8192, 8192), (512, 4096, 4096)]
 ROUNDS = 41

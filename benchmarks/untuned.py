@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tlxgen import ops
-from tlxgen.candidates import default_config
 from tlxgen.devices import Gpu
 from tlxgen.errors import InvalidProblemError
 from tlxgen.problem import Problem
+from tlxgen.space.candidates import default_config
 
 #: How far each length is moved at most, in octaves.
 REACHES: Mapping[str, float] = {"near": 0.4, "far": 1.5}

@@ -29,14 +29,15 @@ from torch import Tensor
 from benchmarks.ahead import compile_served
 from benchmarks.replays import ROUNDS, Call, Samples, samples
 from benchmarks.results import write
-from tlxgen import accuracy, ops, runtime
+from tlxgen import api, ops
 from tlxgen.devices import target
-from tlxgen.measure import Setup
-from tlxgen.ops.attention import AttentionProblem
-from tlxgen.ops.attention_peers import FLASH_3_MODULES
-from tlxgen.ops.attention_varlen import AttentionVarlenProblem, drawn_lengths
+from tlxgen.ops import accuracy
+from tlxgen.ops.attention.peers import FLASH_3_MODULES
+from tlxgen.ops.attention.problem import AttentionProblem
+from tlxgen.ops.attention_varlen.problem import AttentionVarlenProblem, drawn_lengths
+from tlxgen.ops.torch_own import scaled_dot_product_attention
 from tlxgen.problem import torch_dtype
-from tlxgen.torch_own import scaled_dot_product_attention
+from tlxgen.tuner.measure import Setup
 
 DEVICE = "cuda"
 VARLEN, FIXED, FLASH_3 = "varlen", "fixed", "fa3"
@@ -155,7 +156,7 @@ def operands(work: Work, seed: int = 1) -> Operands:
 def kernels(work: Work) -> dict[str, Any]:
     """Both, as they are served."""
     problems = {VARLEN: ("attention_varlen", work.packed), FIXED: ("attention", work.batch)}
-    return {name: runtime.get_kernel(*of, on_miss="ignore") for name, of in problems.items()}
+    return {name: api.get_kernel(*of, on_miss="ignore") for name, of in problems.items()}
 
 
 def calls(given: Operands) -> dict[str, Call]:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 
 import tlxgen
-from tlxgen import devices, ops, runtime
+from tlxgen import devices, ops
+from tlxgen.runtime import kernel as runtime
 
 SHAPE = (4096, 4096, 4096)
 SMALL = (256, 256, 256)  # a CPU has it in a moment

@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 from tlxgen import devices, ops
-from tlxgen.candidates import default_config
-from tlxgen.emit import emit
+from tlxgen.codegen.emit import emit
+from tlxgen.space.candidates import default_config
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tlxgen import paths
-from tlxgen.compile_pool import CompilePool
 from tlxgen.devices import Gpu, target
-from tlxgen.process import Child
+from tlxgen.tuner.compile_pool import CompilePool
+from tlxgen.tuner.process import Child
 
 # How long an example takes says more of what else the machine does than of the example.
 settings.register_profile("tlxgen", deadline=None, suppress_health_check=[HealthCheck.too_slow])

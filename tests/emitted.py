@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tlxgen import devices, ops
-from tlxgen.candidates import candidates
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.config import Config, Value
-from tlxgen.emit import KernelSource, emit
 from tlxgen.problem import Problem
-from tlxgen.simulator.machine import Limits
+from tlxgen.simulator.machine.machine import Limits
+from tlxgen.space.candidates import candidates
 
 H200 = devices.target("h200")
 GEMM, ATTENTION, VECTOR_ADD = ops.get("gemm"), ops.get("attention"), ops.get("vector_add")

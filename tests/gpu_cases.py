@@ -7,13 +7,13 @@ from collections.abc import Collection
 from typing import TypeVar
 
 from tlxgen import devices
-from tlxgen.candidates import candidates
-from tlxgen.compile_pool import CompilePool
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
-from tlxgen.emit import emit
 from tlxgen.errors import CompileError, TuningError
 from tlxgen.ops.base import Operator
 from tlxgen.problem import Problem
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner.compile_pool import CompilePool
 
 P = TypeVar("P", bound=Problem)
 

@@ -156,9 +156,10 @@ class Compile:
     capability: tuple[int, int]
 
     def __call__(self) -> tuple[str, int]:
-        from tlxgen import loader, ops
-        from tlxgen.compile import compile_kernel
-        from tlxgen.emit import emit
+        from tlxgen import ops
+        from tlxgen.codegen import loader
+        from tlxgen.codegen.compile import compile_kernel
+        from tlxgen.codegen.emit import emit
 
         operator = ops.get(self.problem.operator)
         module = loader.load(emit(operator, self.problem, self.config))

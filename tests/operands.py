@@ -13,8 +13,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tlxgen import accuracy, ops, runtime
+from tlxgen import api, ops
+from tlxgen.ops import accuracy
 from tlxgen.problem import Problem
+from tlxgen.runtime import kernel as runtime
 
 #: Sizes, outermost in memory first → strides of these dimensions, and where the first element is; in elements.
 Layout: TypeAlias = Callable[[Sequence[int]], tuple[list[int], int]]
@@ -207,7 +209,7 @@ class Call:
             for name, x in inputs.items()
         }
         expected, library = operator.reference(problem, values), operator.peer_result(problem, values)
-        kernel = runtime.get_kernel(case.operator, problem, on_miss="ignore")
+        kernel = api.get_kernel(case.operator, problem, on_miss="ignore")
         return cls(kernel, operands, memory, expected, library)
 
     def right(self, out: Placed | None = None) -> Tensor:

@@ -11,11 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tlxgen import devices, measure
-from tlxgen.absent import completed
+from tlxgen import devices
+from tlxgen.codegen.emit import KernelSource
 from tlxgen.config import Config
-from tlxgen.emit import KernelSource
-from tlxgen.measure import DeviceReport, Verdict
+from tlxgen.space.absent import completed
+from tlxgen.tuner import measure
+from tlxgen.tuner.measure import DeviceReport, Verdict
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -34,7 +35,7 @@ def table(sizes: tuple[int, int, int]) -> tuple[dict[Config, float], float]:
 
 @dataclass
 class RecordedCard:
-    """Stands in for `tlxgen.trials.Card`; `log` counts how often each config was gated and timed."""
+    """Stands in for `tlxgen.tuner.card.Card`; `log` counts how often each config was gated and timed."""
 
     times: dict[Config, float]
     peer_us: float

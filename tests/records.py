@@ -8,8 +8,9 @@ from typing import Any
 
 from tlxgen import ops
 from tlxgen.config import Config
+from tlxgen.db.record import TunedRecord, TuningKey
+from tlxgen.devices import DeviceKey
 from tlxgen.problem import Problem
-from tlxgen.record import DeviceKey, TunedRecord, TuningKey
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
 

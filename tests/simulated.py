@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tlxgen.emit import KernelSource
+from tlxgen.codegen.emit import KernelSource
 from tlxgen.ops.base import Operator
-from tlxgen.simulator import meanings
-from tlxgen.simulator.machine import Machine
+from tlxgen.simulator.language import meanings
+from tlxgen.simulator.machine.machine import Machine
 from tlxgen.simulator.program import load
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from tlxgen import devices
+from tlxgen.codegen.emit import KernelSource
 from tlxgen.config import Config
-from tlxgen.emit import KernelSource
 from tlxgen.errors import CompileError
-from tlxgen.measure import PEER, DeviceReport, Forget, Gate, Measure, Setup, Verdict
-from tlxgen.process import Child
+from tlxgen.tuner.measure import PEER, DeviceReport, Forget, Gate, Measure, Setup, Verdict
+from tlxgen.tuner.process import Child
 
 LIMIT_S = 1.0  #: of gate and timing, for those who wait for it
 COMPILE_S = 2.0
@@ -146,7 +146,7 @@ _known: dict[str, Config] = {}
 
 @dataclass(frozen=True)
 class OnCard:
-    """Answers a job of `tlxgen.measure` in the child."""
+    """Answers a job of `tlxgen.tuner.measure` in the child."""
 
     job: Any
 
@@ -184,16 +184,16 @@ class StubChild(Child):
 
 def install(patch: Callable[[Any, str, Any], None], configs: Sequence[Config]) -> None:
     """Puts card, compiler and candidates in the tuner's way; `patch` is `setattr` or a monkeypatch's."""
-    from tlxgen import compile_pool, trials, tune, tuning  # here, for children do without and start in half the time
-    from tlxgen.compile_pool import CompilePool
-    from tlxgen.trials import Card
+    from tlxgen.tuner import card, compile_pool, state, tune  # here, for children do without and start in half the time
+    from tlxgen.tuner.card import Card
+    from tlxgen.tuner.compile_pool import CompilePool
 
     patch(tune, "Card", lambda name, problem, seed, limit: Card(name, problem, seed, limit, child=StubChild()))
-    patch(tuning, "CompilePool", functools.partial(CompilePool, timeout=COMPILE_S))
+    patch(state, "CompilePool", functools.partial(CompilePool, timeout=COMPILE_S))
     patch(tune, "candidates", lambda *_: list(configs))
     patch(tune, "emit", emit)
     patch(compile_pool, "CompileJob", Compile)
-    patch(trials, "_PAUSES", (0.0, 0.0))
+    patch(card, "_PAUSES", (0.0, 0.0))
     patch(os, "cpu_count", lambda: 2)  # the size of a batch
 
 
@@ -202,11 +202,14 @@ def command(folder: Path, n: int, fault: str) -> None:
 
     There are `n` healthy candidates, and one more if there is to be a fault.
     """
-    from tlxgen import cli, gpu_lock, paths, tuning_cli
+    from tlxgen import paths
+    from tlxgen.cli import app
+    from tlxgen.cli import tune as tuning_cli
+    from tlxgen.tuner import gpu_lock
 
     install(setattr, [*healthy(n), *([] if fault == "none" else [config(50, fault)])])
     vars(devices).update(detect=lambda *_: devices.target("h200"), uuid=lambda: "stub")
     vars(gpu_lock).update(other_processes=lambda *_: 0, exclusive=functools.partial(gpu_lock.exclusive, folder=folder))
     vars(paths).update(SHIPPED_CACHE=folder / "nothing-shipped")
     vars(tuning_cli).update(require_tlx=lambda: None)
-    cli.main()
+    app.main()

@@ -1,7 +1,7 @@
 """A CUDA driver that computes nothing and prints each launch: what Triton's own launchers hand over, on no GPU.
 
 Run as a script with an operator's name and a folder, it launches that operator's plain Triton kernel through
-`tlxgen.launch`. The driver prints what reached it, the script what it gave: grid, and each argument with its type. A
+`tlxgen.runtime.launch`. The driver prints what reached it, the script what it gave: grid, and each argument with its type. A
 third word, `ordinary`, says that there is no dispatcher.
 """
 
@@ -94,11 +94,13 @@ def main(name: str, folder: Path, *words: str) -> None:
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
-    from tlxgen import launch, loader, ops
-    from tlxgen.candidates import vanilla_config
-    from tlxgen.compile import compile_kernel
+    from tlxgen import ops
+    from tlxgen.codegen import loader
+    from tlxgen.codegen.compile import compile_kernel
+    from tlxgen.codegen.emit import emit
     from tlxgen.devices import target
-    from tlxgen.emit import emit
+    from tlxgen.runtime import launch
+    from tlxgen.space.candidates import vanilla_config
 
     gpu, operator = target("h200"), ops.get(name)
     problem = operator.problem(PROBLEMS[name])

@@ -1,4 +1,4 @@
-"""A card of nothing but a CPU, for `tlxgen.measure` itself: gate and timing run as they are, on kernels that lie.
+"""A card of nothing but a CPU, for `tlxgen.tuner.measure` itself: gate and timing run as they are, on kernels that lie.
 
 What stands in for a kernel is a module whose `run` does to its tensors what a kernel would do. Time is virtual: a
 kernel takes what its `time_us` says. Parent and child import this module by one name, as `jobs`.
@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from tlxgen import devices, measure
+from tlxgen import devices
+from tlxgen.codegen.emit import KernelSource
 from tlxgen.config import Config
-from tlxgen.emit import KernelSource
-from tlxgen.process import Child
+from tlxgen.tuner import measure
+from tlxgen.tuner.process import Child
 
 PEER_US = 10.0
 
@@ -95,7 +96,7 @@ def install(patch: Callable[[Any, str, Any], None]) -> None:
     """Puts the card where torch would look for one; `patch` is `setattr` or a monkeypatch's."""
     import torch
 
-    from tlxgen import launch
+    from tlxgen.runtime import launch
 
     patch(torch.cuda, "synchronize", _synchronize)
     patch(torch.cuda, "Event", Event)
@@ -112,7 +113,7 @@ _installed = False
 
 @dataclass(frozen=True)
 class OnDevice:
-    """Runs a job of `tlxgen.measure` in a child that has such a card."""
+    """Runs a job of `tlxgen.tuner.measure` in a child that has such a card."""
 
     job: Any
 

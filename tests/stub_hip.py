@@ -66,10 +66,12 @@ def main(name: str, folder: Path, architecture: str) -> None:
     from triton.runtime import driver
 
     from tests import stub_cuda
-    from tlxgen import devices, launch, loader, ops
-    from tlxgen.candidates import vanilla_config
-    from tlxgen.compile import compile_kernel
-    from tlxgen.emit import emit
+    from tlxgen import devices, ops
+    from tlxgen.codegen import loader
+    from tlxgen.codegen.compile import compile_kernel
+    from tlxgen.codegen.emit import emit
+    from tlxgen.runtime import launch
+    from tlxgen.space.candidates import vanilla_config
 
     described = SimpleNamespace(
         name="AMD Instinct", multi_processor_count=304, L2_cache_size=4 << 20, gcnArchName=f"{architecture}:xnack-"

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from tlxgen import devices, plans, repeat, runtime
+from tlxgen import devices
 from tlxgen.devices import target
-from tlxgen.launch import SlimDescriptor
+from tlxgen.runtime import kernel, plans, repeat
+from tlxgen.runtime.launch import SlimDescriptor
 
 if TYPE_CHECKING:
     import pytest
@@ -65,14 +66,14 @@ def no_card(patch: pytest.MonkeyPatch, launcher: type[Any], kind: str) -> Iterat
     patch.setattr(plans, "is_capturing", lambda: False)
     patch.setattr(plans, "raw_stream", lambda _: 0)
     patch.setattr(plans, "current_device", lambda: 0)
-    patch.setattr(runtime, "_KIND", kind)
-    patch.setattr(runtime, "_current_device", lambda: 0)
+    patch.setattr(kernel, "_KIND", kind)
+    patch.setattr(kernel, "_current_device", lambda: 0)
     patch.setattr(devices, "detect", lambda _=None: target("h200"))
-    runtime.forget()
+    kernel.forget()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", runtime.FallbackWarning)
+        warnings.simplefilter("ignore", kernel.FallbackWarning)
         yield
-    runtime.forget()
+    kernel.forget()
 
 
 @contextmanager

@@ -10,20 +10,23 @@ from typing import Any
 import pytest
 
 from tests.recorded import InstantPool, RecordedCard
-from tlxgen import absent, ops, paths, runtime, selection, shipped, space, tune, tuning
-from tlxgen.candidates import candidates
-from tlxgen.compile import Binary
+from tlxgen import ops, paths
+from tlxgen.codegen.compile import Binary
+from tlxgen.codegen.emit import emit
+from tlxgen.codegen.facts import Facts
 from tlxgen.config import Config
+from tlxgen.db import shipped
+from tlxgen.db.record import Trial, TunedRecord, tuning_key
+from tlxgen.db.store import Store
+from tlxgen.db.validity import is_tuned, why_stale
 from tlxgen.devices import target
-from tlxgen.emit import emit
-from tlxgen.facts import Facts
-from tlxgen.keys import tuning_key
-from tlxgen.measure import PROTOCOL
-from tlxgen.record import Trial, TunedRecord
 from tlxgen.regress import rows
-from tlxgen.staleness import is_tuned, why_stale
-from tlxgen.store import Store
-from tlxgen.tuning import Budget, TuneResult
+from tlxgen.runtime import kernel, selection
+from tlxgen.space import absent, search_space
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner import state, tune
+from tlxgen.tuner.measure import PROTOCOL
+from tlxgen.tuner.state import Budget, TuneResult
 
 H200 = target("h200")
 ADD = ops.get("vector_add")
@@ -47,10 +50,10 @@ def grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Grow]:
         insert(tmp_path / "SEARCH_SPACES" / f"{TEMPLATE}.yaml", "parameters:\n", f"  cached: {parameter}\n")
         mark = f"{{% if {marked} %}}\nCACHED = True\n{{% endif %}}\n"
         insert(tmp_path / "TEMPLATES" / f"{TEMPLATE}.py.j2", "import triton.language as tl\n", mark)
-        runtime.forget()
+        kernel.forget()
 
     yield grow
-    runtime.forget()
+    kernel.forget()
 
 
 def insert(file: Path, behind: str, text: str) -> None:
@@ -107,7 +110,8 @@ class TestCompleted:
         grow("{choices: [0, 1], why: it is absent from older configs}")
         assert absent.completed(OLD) is OLD
         assert (
-            space.why_outside(ADD, OLD) == f"{TEMPLATE} needs parameter 'cached'; give all of cached, block, num_warps"
+            search_space.why_outside(ADD, OLD)
+            == f"{TEMPLATE} needs parameter 'cached'; give all of cached, block, num_warps"
         )
 
     @pytest.mark.parametrize("template", ["", "dreamt_of", "../vector_add_vanilla", "\0", "a" * 5000])
@@ -121,14 +125,14 @@ class TestCompleted:
         grow(parameter)
         assert absent.completed(OLD) is OLD
         with pytest.raises(ValueError, match=r"search space .*vector_add_vanilla\.yaml"):
-            space.why_outside(ADD, OLD)
+            search_space.why_outside(ADD, OLD)
 
     def test_the_second_process_reads_no_search_space(self, grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
         """It takes tens of milliseconds to import what does."""
         grow()
         absent.completed(OLD)
         absent._values.cache_clear()
-        monkeypatch.setattr(space, "load", None)
+        monkeypatch.setattr(search_space, "load", None)
         assert absent.completed(OLD) == NEW
 
 
@@ -191,7 +195,7 @@ class TestTuning:
             by_config |= {c: times["cached"] for c in legal if c.params.get("cached") and "cached" in times}
             card = RecordedCard(by_config, 5000.0)
             monkeypatch.setattr(tune, "Card", lambda *_, **__: card)
-            monkeypatch.setattr(tuning, "CompilePool", lambda *_, **__: InstantPool())
+            monkeypatch.setattr(state, "CompilePool", lambda *_, **__: InstantPool())
             return tune.tune(PROBLEM, store, budget=Budget(trials, 600), templates=(TEMPLATE,)), card
 
         return run

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tlxgen.accuracy import error, why_far, why_wrong
+from tlxgen.ops.accuracy import error, why_far, why_wrong
 
 NAN, INF = math.nan, math.inf
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlxgen import alike
-from tlxgen.alike import Alike
+from tlxgen.runtime import layout
+from tlxgen.runtime.layout import Alike
 
 
 @pytest.fixture(params=["in C++", "in Python"], autouse=True)
 def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to ask give the same answers."""
     if request.param == "in Python":
-        monkeypatch.setattr(alike, "_believed", lambda: False)
+        monkeypatch.setattr(layout, "_believed", lambda: False)
     return str(request.param)
 
 
@@ -124,15 +124,15 @@ def test_no_tensor_is_kept_alive() -> None:
 
 def test_this_torch_has_the_fast_way(asked: str) -> None:
     """Without it calls are right, and slower in silence."""
-    assert alike._believed() == (asked == "in C++")
+    assert layout._believed() == (asked == "in C++")
 
 
 def test_guards_that_see_too_little_are_not_believed(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     if asked == "in Python":
         pytest.skip("asks no guards")
-    monkeypatch.setattr(alike, "_guard", lambda _: lambda *_: True)
-    alike._believed.cache_clear()
+    monkeypatch.setattr(layout, "_guard", lambda _: lambda *_: True)
+    layout._believed.cache_clear()
     try:
-        assert not alike._believed()
+        assert not layout._believed()
     finally:
-        alike._believed.cache_clear()
+        layout._believed.cache_clear()

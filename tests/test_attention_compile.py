@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tlxgen import devices, ops
-from tlxgen.candidates import candidates
-from tlxgen.compile import Binary
-from tlxgen.compile_pool import CompilePool
+from tlxgen.codegen.compile import Binary
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
-from tlxgen.emit import emit
 from tlxgen.errors import CompileError
-from tlxgen.ops.attention import AttentionProblem
+from tlxgen.ops.attention.problem import AttentionProblem
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner.compile_pool import CompilePool
 
 ATTENTION = ops.get("attention")
 H200 = devices.target("h200")

@@ -11,16 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlxgen import accuracy, devices, ops
-from tlxgen.candidates import candidates
+from tlxgen import devices, ops
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
-from tlxgen.emit import emit
 from tlxgen.errors import TuningError
-from tlxgen.ops import attention_decode as decode
-from tlxgen.ops.attention import AttentionProblem
+from tlxgen.ops import accuracy
+from tlxgen.ops.attention import decode
+from tlxgen.ops.attention.problem import AttentionProblem
 from tlxgen.simulator.check import check
-from tlxgen.simulator.machine import POLICIES, Machine
+from tlxgen.simulator.machine.machine import POLICIES, Machine
 from tlxgen.simulator.program import load
+from tlxgen.space.candidates import candidates
 
 ATTENTION = ops.get("attention")
 H200 = devices.target("h200")

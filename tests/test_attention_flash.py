@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tlxgen import ops
-from tlxgen.ops import attention_flash
+from tlxgen.ops.attention import flash as attention_flash
 
 ATTENTION = ops.get("attention")
 SQUARE = ATTENTION.problem((1, 4, 30, 16), causal="bottom-right")

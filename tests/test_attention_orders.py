@@ -15,12 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlxgen import balance, devices, loader, ops, paths
-from tlxgen.candidates import candidates
+from tlxgen import devices, ops, paths
+from tlxgen.codegen import loader
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.config import Config
-from tlxgen.emit import KernelSource, emit
-from tlxgen.ops.attention import AttentionProblem
+from tlxgen.ops.attention import balance
+from tlxgen.ops.attention.problem import AttentionProblem
 from tlxgen.simulator.check import check
+from tlxgen.space.candidates import candidates
 
 ATTENTION = ops.get("attention")
 H200 = devices.target("h200")

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tlxgen import ops
-from tlxgen.ops.attention_peers import installed
+from tlxgen.ops.attention.peers import installed
 
 ATTENTION = ops.get("attention")
 

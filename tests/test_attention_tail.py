@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from tests.emitted_walk import Walk
 from tests.simulated import launch
-from tlxgen import accuracy, devices, last_round, loader, ops
-from tlxgen.candidates import candidates
+from tlxgen import devices, ops
+from tlxgen.codegen import loader
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.config import Config
-from tlxgen.emit import KernelSource, emit
-from tlxgen.ops.attention import AttentionProblem
-from tlxgen.ops.attention_kernels import MOST_PIECES
+from tlxgen.ops import accuracy, last_round
+from tlxgen.ops.attention.kernels import MOST_PIECES
+from tlxgen.ops.attention.problem import AttentionProblem
 from tlxgen.simulator.check import check
+from tlxgen.space.candidates import candidates
 
 ATTENTION = ops.get("attention")
 H200 = devices.target("h200")

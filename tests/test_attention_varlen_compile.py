@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tlxgen import devices, ops
-from tlxgen.candidates import candidates
-from tlxgen.compile import Binary, compile_kernel
-from tlxgen.compile_pool import CompilePool
+from tlxgen.codegen.compile import Binary, compile_kernel
+from tlxgen.codegen.emit import emit
+from tlxgen.codegen.loader import load
 from tlxgen.config import Config
-from tlxgen.emit import emit
 from tlxgen.errors import CompileError
-from tlxgen.loader import load
-from tlxgen.ops.attention_varlen import AttentionVarlenProblem
+from tlxgen.ops.attention_varlen.problem import AttentionVarlenProblem
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner.compile_pool import CompilePool
 
 VARLEN = ops.get("attention_varlen")
 H200 = devices.target("h200")

@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks import knobs
 from tlxgen import devices, ops
-from tlxgen.candidates import candidates
 from tlxgen.config import Config
-from tlxgen.measure import DeviceReport
 from tlxgen.problem import Problem
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner.measure import DeviceReport
 
 H200 = devices.target("h200")
 ATTENTION = ops.get("attention")

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from benchmarks import moe, replays
 from benchmarks.moe import LAYERS, OURS, Layer
-from tlxgen import accuracy, eligible, functional, ops
+from tlxgen import functional, ops
 from tlxgen.devices import target
-from tlxgen.ops.grouped_gemm_problem import GroupedGemmProblem
-from tlxgen.runtime import FallbackWarning
+from tlxgen.ops import accuracy
+from tlxgen.ops.grouped_gemm.problem import GroupedGemmProblem
+from tlxgen.runtime import checks
+from tlxgen.runtime.kernel import FallbackWarning
 
 TINY = (
     Layer("Two", experts=4, choices=2, k=64, inner=48, tokens=37),
@@ -112,7 +114,8 @@ def test_each_layer_is_written_and_printed(
 
 def test_the_products_are_those_that_the_layer_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what was compiled, and what is said of origins, is what runs."""
-    from tlxgen import functional_grouped, runtime
+    from tlxgen.functional import grouped
+    from tlxgen.runtime import kernel
 
     asked: list[GroupedGemmProblem] = []
 
@@ -123,12 +126,12 @@ def test_the_products_are_those_that_the_layer_asks_for(monkeypatch: pytest.Monk
     def first(*_: Any) -> Tensor:
         return torch.zeros(74, 48, dtype=torch.bfloat16)
 
-    monkeypatch.setattr(functional_grouped, "get_kernel", get_kernel)
-    monkeypatch.setattr(eligible, "DEVICE", "cpu")
-    monkeypatch.setattr(functional_grouped, "_taking", first)
-    runtime.forget()
+    monkeypatch.setattr(grouped, "get_kernel", get_kernel)
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
+    monkeypatch.setattr(grouped, "_taking", first)
+    kernel.forget()
     moe.wholes(moe.operands(TINY[0]))[OURS]()
-    runtime.forget()
+    kernel.forget()
     assert asked == list(TINY[0].problems().values())
 
 

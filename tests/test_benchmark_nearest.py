@@ -16,13 +16,15 @@ import stub_card  # type: ignore[import-not-found] # conftest.py makes it import
 
 from benchmarks import nearest, repeatability, untuned
 from benchmarks.nearest import Served, measured, problems, served, shipped_alone, shortfalls, summary
-from tlxgen import devices, ops, selection, tune, tuning
-from tlxgen.compile_pool import CompilePool
+from tlxgen import devices, ops
 from tlxgen.config import Config
+from tlxgen.db.nearest import distance
 from tlxgen.errors import GpuLostError
-from tlxgen.nearest import distance
 from tlxgen.problem import Problem
-from tlxgen.trials import Timing
+from tlxgen.runtime import selection
+from tlxgen.tuner import state, tune
+from tlxgen.tuner.card import Timing
+from tlxgen.tuner.compile_pool import CompilePool
 
 H200 = devices.target("h200")
 BEST, NEIGHBOUR, DEFAULT = stub_card.config(120), stub_card.config(130), stub_card.config(156)
@@ -97,7 +99,7 @@ class TestMeasuring:
 
         monkeypatch.setattr(nearest, "Child", Counted)
         monkeypatch.setattr(nearest, "CompilePool", pool)
-        monkeypatch.setattr(tuning, "CompilePool", None)
+        monkeypatch.setattr(state, "CompilePool", None)
         run("--operator", "gemm", "--count", "2")
         assert (len(children), len(pools)) == (1, 1)
         assert not children[0].alive

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks import structures
-from tlxgen import ops, space
+from tlxgen import ops
+from tlxgen.space import search_space
 
 
 def test_the_parameters_that_are_passed_over_are_such() -> None:
@@ -20,7 +21,7 @@ def test_the_parameters_that_are_passed_over_are_such() -> None:
         name
         for operator in structures.PROBLEMS
         for template in ops.get(operator).templates
-        for name in space.load(template).parameters
+        for name in search_space.load(template).parameters
     }
     assert known >= structures.PLAIN
 
@@ -32,7 +33,7 @@ def test_every_value_of_the_others_is_among_the_kernels() -> None:
         if one.config.template == "attention_tma":
             for name, value in one.config.params.items():
                 values.setdefault(name, set()).add(value)
-    parameters = space.load("attention_tma").parameters
+    parameters = search_space.load("attention_tma").parameters
     for name in parameters.keys() - structures.PLAIN:
         assert values[name] == set(parameters[name].choices), name
     assert {one.config.template for one in made} == set(ops.get("attention").templates)

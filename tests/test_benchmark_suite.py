@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from benchmarks import suite
-from tlxgen import paths, suites
+from tlxgen import paths
+from tlxgen.ops import suites
 from tlxgen.problem import Problem
 
 FILES = sorted(paths.SUITES.glob("*.yaml"))

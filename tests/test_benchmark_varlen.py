@@ -17,9 +17,9 @@ from benchmarks.varlen import FIXED, FLASH_3, VARLEN, Work, works
 from tlxgen import ops
 from tlxgen.devices import target
 from tlxgen.problem import Problem
-from tlxgen.selection import select
+from tlxgen.runtime.selection import select
 
-pytestmark = pytest.mark.filterwarnings("ignore::tlxgen.runtime.FallbackWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::tlxgen.runtime.kernel.FallbackWarning")
 
 TINY = (33, 0, 70, 5)
 FA3 = """

@@ -16,15 +16,17 @@ from typing import Any
 
 import pytest
 
-from tlxgen import __version__, cli, devices, ops, runtime, toolchain, tuning
-from tlxgen.candidates import candidates, default_config
+from tlxgen import __version__, devices, ops, toolchain
+from tlxgen.cli import app
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.config import Config
+from tlxgen.db.record import TunedRecord, tuning_key
+from tlxgen.db.store import Store
 from tlxgen.devices import target
-from tlxgen.emit import KernelSource, emit
 from tlxgen.errors import CompileError
-from tlxgen.keys import tuning_key
-from tlxgen.record import TunedRecord
-from tlxgen.store import Store
+from tlxgen.runtime import kernel
+from tlxgen.space.candidates import candidates, default_config
+from tlxgen.tuner import state as tuning
 
 ROOT = Path(__file__).parent.parent
 H200 = target("h200")
@@ -46,9 +48,9 @@ Run = Callable[..., Done]
 def _no_gpu(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[None]:
     """The tests are of machines without a GPU, wherever they run."""
     monkeypatch.setattr(devices, "detect", lambda index=None: None)
-    runtime.forget()
+    kernel.forget()
     yield
-    runtime.forget()
+    kernel.forget()
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr(sys, "argv", ["tlxgen", *map(str, words)])
         status = 0
         try:
-            cli.main()
+            app.main()
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(bool(end.code))
         captured = capsys.readouterr()
@@ -405,7 +407,7 @@ class TestProgram:
             assert command in done.out
 
     def test_starts_as_a_module(self) -> None:
-        command = [sys.executable, "-m", "tlxgen.cli", "show", "gemm", "0", "1", "1"]
+        command = [sys.executable, "-m", "tlxgen", "show", "gemm", "0", "1", "1"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 2
@@ -415,8 +417,8 @@ class TestProgram:
         script = (
             "import sys\n"
             "sys.argv = ['tlxgen', 'show', 'gemm', '8', '8', '8']\n"
-            "from tlxgen import cli\n"
-            "cli.main.__globals__['app'](standalone_mode=False)\n"
+            "from tlxgen.cli.app import app\n"
+            "app(standalone_mode=False)\n"
             "print('optuna' in sys.modules, file=sys.stderr)\n"
         )
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from tests import records
 from tests.records import NOON, problem_of
 from tlxgen import paths
-from tlxgen.cli_cache import app
+from tlxgen.cli.cache import app
+from tlxgen.db.record import Trial, TunedRecord
+from tlxgen.db.shipped import dump, load
+from tlxgen.db.store import MEMORY, Store
 from tlxgen.errors import CacheError, TlxgenError
-from tlxgen.record import Trial, TunedRecord
-from tlxgen.shipped import dump, load
-from tlxgen.store import MEMORY, Store
 
 a_record = functools.partial(records.a_record, peer="cublas", peer_us=104.0)
 
@@ -217,7 +217,7 @@ def one_stale_row(monkeypatch: pytest.MonkeyPatch) -> TunedRecord:
     def why_stale(record: TunedRecord) -> str | None:
         return "tuned with fbtriton 3.7.4" if record == stale else None
 
-    monkeypatch.setitem(sys.modules, "tlxgen.staleness", SimpleNamespace(why_stale=why_stale))
+    monkeypatch.setitem(sys.modules, "tlxgen.db.validity", SimpleNamespace(why_stale=why_stale))
     return stale
 
 

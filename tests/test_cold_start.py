@@ -18,16 +18,17 @@ from typing import Any
 import pytest
 
 from tests.stub_launcher import Noting
-from tlxgen import collector, notes, ops, paths, runtime, served
-from tlxgen.candidates import candidates
+from tlxgen import api, ops, paths
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
+from tlxgen.db.record import TunedRecord, tuning_key
+from tlxgen.db.store import Store
 from tlxgen.devices import target
-from tlxgen.emit import emit
-from tlxgen.keys import tuning_key
 from tlxgen.problem import Problem
-from tlxgen.record import TunedRecord
-from tlxgen.selection import select
-from tlxgen.store import Store
+from tlxgen.runtime import kernel, kernel_notes
+from tlxgen.runtime.selection import select
+from tlxgen.space.candidates import candidates
+from tlxgen.startup import collector, notes
 
 H200 = target("h200")
 GEMM = ops.get("gemm")
@@ -40,12 +41,13 @@ import torch
 warnings.simplefilter("ignore")
 before = set(sys.modules)
 import tlxgen
-from tlxgen import devices, plans, runtime
+from tlxgen import devices
+from tlxgen.runtime import kernel as runtime, plans
 
 class Launcher:
     slim, indices = True, None
     def __init__(self, module, args, capability):
-        from tlxgen.compile import compile_kernel
+        from tlxgen.codegen.compile import compile_kernel
         global compiled
         compiled = compile_kernel(module, args, capability)
         self.lock = threading.Lock()
@@ -100,9 +102,9 @@ def record(config: Config, source_hash: str) -> TunedRecord:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[Path]:
     """A user's cache in which nothing is."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    runtime.forget()
+    kernel.forget()
     yield tmp_path / "cache" / "tlxgen"
-    runtime.forget()
+    kernel.forget()
 
 
 @pytest.fixture
@@ -135,7 +137,7 @@ def test_the_second_process_imports_what_launches_and_nothing_that_finds_out(cac
 
 def in_a_copy(name: str, folder: Path, patch: pytest.MonkeyPatch) -> Path:
     """Templates or search spaces, for tests to change: changes are no younger than the import of what reads them."""
-    patch.setattr(served, "_IMPORTED", float("inf"))
+    patch.setattr(kernel_notes, "_IMPORTED", float("inf"))
     copy = folder / name
     shutil.copytree(getattr(paths, name), copy)
     patch.setattr(paths, name, copy)
@@ -146,55 +148,55 @@ class TestServed:
     @pytest.fixture
     def remembered(self, cache: Path) -> Config:
         """A config whose kernel was launched before."""
-        from tlxgen import loader
+        from tlxgen.codegen import loader
 
         config = candidates(problem(), H200)[0]
         source = emit(GEMM, problem(), config)
         loader.write(source)
-        served.remember(source, H200)
+        kernel_notes.remember(source, H200)
         return config
 
     def test_is_what_would_be_emitted(self, remembered: Config) -> None:
-        found = served.recall(problem(), remembered, H200)
+        found = kernel_notes.recall(problem(), remembered, H200)
         emitted = emit(GEMM, problem(), remembered)
         assert found == emitted
         assert found.code_hash == emitted.code_hash
         assert found.file_name == emitted.file_name
 
     def test_knows_nothing_of_other_problems_configs_and_gpus(self, remembered: Config) -> None:
-        assert served.recall(problem(2048), remembered, H200) is None
-        assert served.recall(problem(), candidates(problem(), H200)[1], H200) is None
-        assert served.recall(problem(), remembered, target("h100-pcie")) is None
+        assert kernel_notes.recall(problem(2048), remembered, H200) is None
+        assert kernel_notes.recall(problem(), candidates(problem(), H200)[1], H200) is None
+        assert kernel_notes.recall(problem(), remembered, target("h100-pcie")) is None
 
     @pytest.mark.parametrize("name", ["TEMPLATES", "SEARCH_SPACES"])
     def test_knows_nothing_once_a_template_or_a_space_is_another(
         self, name: str, remembered: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         copy = in_a_copy(name, tmp_path, monkeypatch)
-        assert served.recall(problem(), remembered, H200) is not None
+        assert kernel_notes.recall(problem(), remembered, H200) is not None
         edited = next(path for path in sorted(copy.rglob("*")) if path.suffix in {".j2", ".yaml"})
         edited.write_text(edited.read_text() + "\n")
-        served.forget()
-        assert served.recall(problem(), remembered, H200) is None
+        kernel_notes.forget()
+        assert kernel_notes.recall(problem(), remembered, H200) is None
 
     def test_knows_nothing_once_a_file_has_another_name(
         self, remembered: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         copy = in_a_copy("TEMPLATES", tmp_path, monkeypatch)
-        before = served._everything(copy, paths.SEARCH_SPACES)
+        before = kernel_notes._everything(copy, paths.SEARCH_SPACES)
         assert before is not None
-        served.forget()
+        kernel_notes.forget()
         macro = next((copy / "macros").glob("*.j2"))
         macro.rename(macro.with_name("another.j2"))
-        assert served._everything(copy, paths.SEARCH_SPACES) not in {None, before}
+        assert kernel_notes._everything(copy, paths.SEARCH_SPACES) not in {None, before}
 
     def test_knows_nothing_of_code_that_changed_after_its_import(
         self, remembered: Config, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert served.recall(problem(), remembered, H200) is not None
-        served.forget()
-        monkeypatch.setattr(served, "_IMPORTED", 0.0)
-        assert served.recall(problem(), remembered, H200) is None
+        assert kernel_notes.recall(problem(), remembered, H200) is not None
+        kernel_notes.forget()
+        monkeypatch.setattr(kernel_notes, "_IMPORTED", 0.0)
+        assert kernel_notes.recall(problem(), remembered, H200) is None
 
     def test_knows_nothing_where_a_file_cannot_be_read(
         self, remembered: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,7 +204,7 @@ class TestServed:
         """Editors leave links that lead nowhere beside what is being edited."""
         copy = in_a_copy("SEARCH_SPACES", tmp_path, monkeypatch)
         (copy / ".#gemm_vanilla.yaml").symlink_to("somebody@somewhere")
-        assert served.recall(problem(), remembered, H200) is None
+        assert kernel_notes.recall(problem(), remembered, H200) is None
 
     @pytest.mark.parametrize(
         "content", ["", "{", "[]", "{}", '{"file": 3, "code_hash": 4}', '{"file": "../x"}', "\xff"]
@@ -210,14 +212,14 @@ class TestServed:
     def test_a_damaged_note_is_a_miss(self, content: str, remembered: Config, cache: Path) -> None:
         (note,) = (cache / "served").iterdir()
         note.write_text(content, encoding="latin-1")
-        assert served.recall(problem(), remembered, H200) is None
+        assert kernel_notes.recall(problem(), remembered, H200) is None
 
     def test_a_file_that_holds_something_else_is_a_miss(self, remembered: Config, cache: Path) -> None:
         (file,) = (cache / "kernels").iterdir()
         file.write_text(file.read_text().replace("128", "64", 1))
-        assert served.recall(problem(), remembered, H200) is None
+        assert kernel_notes.recall(problem(), remembered, H200) is None
         file.unlink()
-        assert served.recall(problem(), remembered, H200) is None
+        assert kernel_notes.recall(problem(), remembered, H200) is None
 
     def test_a_row_of_other_code_is_refused_all_the_same(self, remembered: Config) -> None:
         with Store.open(read_only_ok=False) as store:
@@ -229,9 +231,9 @@ class TestServed:
     def test_a_row_of_this_code_is_served(self, remembered: Config, monkeypatch: pytest.MonkeyPatch) -> None:
         with Store.open(read_only_ok=False) as store:
             store.put(record(remembered, emit(GEMM, problem(), remembered).code_hash))
-        monkeypatch.delitem(sys.modules, "tlxgen.staleness", raising=False)
+        monkeypatch.delitem(sys.modules, "tlxgen.db.validity", raising=False)
         assert select(problem(), H200).origin == "tuned"
-        assert "tlxgen.staleness" not in sys.modules
+        assert "tlxgen.db.validity" not in sys.modules
 
 
 class TestNotes:
@@ -357,11 +359,12 @@ class TestPausedCollector:
 
 def test_lengths_that_share_a_module_share_a_note(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files do not grow with what is served."""
-    from tlxgen import devices, plans
+    from tlxgen import devices
+    from tlxgen.runtime import plans
 
     patches: dict[Any, dict[str, Any]] = {
         plans: {"Launcher": Noting, "on_device": lambda _: nullcontext(), "is_capturing": lambda: False},
-        runtime: {"_KIND": "meta", "_current_device": lambda: 0},
+        kernel: {"_KIND": "meta", "_current_device": lambda: 0},
         devices: {"detect": lambda _=None: H200},
     }
     for module, names in patches.items():
@@ -373,6 +376,6 @@ def test_lengths_that_share_a_module_share_a_note(cache: Path, monkeypatch: pyte
         monkeypatch.delitem(sys.modules, name)
     config = candidates(problem(), H200)[0]
     for m in range(1024, 1024 + 16 * 20, 16):
-        runtime.get_kernel("gemm", problem(m), config=config)(**GEMM.inputs(problem(m), "meta", 0))
+        api.get_kernel("gemm", problem(m), config=config)(**GEMM.inputs(problem(m), "meta", 0))
     assert len(list((cache / "served").iterdir())) == 1
     assert len(list((cache / "kernels").glob("*.py"))) == 1

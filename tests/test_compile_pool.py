@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from tlxgen import ops
-from tlxgen.candidates import candidates
-from tlxgen.compile import Binary, _classified, _ptxas_log
-from tlxgen.compile_pool import CompilePool
+from tlxgen.codegen.compile import Binary, _classified, _ptxas_log
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.devices import target
-from tlxgen.emit import KernelSource, emit
 from tlxgen.errors import CompileError
 from tlxgen.simulator.verdicts import is_known_safe
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner.compile_pool import CompilePool
 
 VECTOR_ADD = ops.get("vector_add")
 PROBLEM = VECTOR_ADD.problem((1 << 20,))

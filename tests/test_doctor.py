@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
-from tlxgen import doctor, toolchain
-from tlxgen.doctor import Finding
+from tlxgen import toolchain
+from tlxgen.cli import doctor
+from tlxgen.cli.doctor import Finding
+from tlxgen.db.store import Store
 from tlxgen.errors import CacheError
-from tlxgen.store import Store
 from tlxgen.toolchain import Triton
 
 if TYPE_CHECKING:
@@ -315,7 +316,7 @@ def test_a_cache_in_any_state(
         return store
 
     Store.open(own_cache).close()
-    monkeypatch.setattr("tlxgen.store.Store.open", opened)
+    monkeypatch.setattr("tlxgen.db.store.Store.open", opened)
     (finding,) = doctor._cache()
     assert finding.status == status
     assert detail in finding.detail
@@ -361,7 +362,7 @@ def test_the_report_keeps_brackets_and_long_commands_whole() -> None:
 
 
 def test_a_bare_environment_is_survived(tmp_path: Path) -> None:
-    code = "from tlxgen import doctor; print(doctor.to_json(doctor.examine()))"
+    code = "from tlxgen.cli import doctor; print(doctor.to_json(doctor.examine()))"
     root = Path(__file__).parents[1]
     variables = {"PYTHONPATH": str(root), "TLXGEN_CACHE": str(tmp_path / "tuned.db")}
     result = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlxgen import eligible, functional
+from tlxgen import functional
+from tlxgen.runtime import checks
 
 
 class Loud(Tensor):
@@ -32,15 +33,15 @@ REFUSED: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eligible, "DEVICE", "cpu")
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_kernels_see_plain_memory_alone(kind: str) -> None:
     tensor = REFUSED[kind]()
-    assert not eligible.seen(tensor)
-    assert not eligible.seen(matrix(), tensor)
-    assert not eligible.seen(tensor, matrix())
+    assert not checks.seen(tensor)
+    assert not checks.seen(matrix(), tensor)
+    assert not checks.seen(tensor, matrix())
 
 
 @pytest.mark.parametrize(
@@ -49,12 +50,12 @@ def test_kernels_see_plain_memory_alone(kind: str) -> None:
     ids=["as made", "a parameter", "a transposed slice", "expanded", "empty"],
 )
 def test_strides_are_the_kernels_to_judge(tensor: Tensor) -> None:
-    assert eligible.seen(matrix(), tensor)
+    assert checks.seen(matrix(), tensor)
 
 
 def test_tensors_on_the_cpu_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert not eligible.seen(matrix())
+    assert not checks.seen(matrix())
 
 
 @pytest.mark.parametrize("kind", ["negated", "the imaginary part of a conjugate"])

@@ -20,15 +20,15 @@ from typing import Any
 import jinja2
 import pytest
 
-from tlxgen import emit as emit_module
 from tlxgen import ops, paths
 from tlxgen._version import __version__
-from tlxgen.candidates import candidates
+from tlxgen.codegen import emit as emit_module
+from tlxgen.codegen.emit import KernelSource, emit
+from tlxgen.codegen.rendering import template_hash
 from tlxgen.config import Config
 from tlxgen.devices import target
-from tlxgen.emit import KernelSource, emit
 from tlxgen.problem import Problem
-from tlxgen.rendering import template_hash
+from tlxgen.space.candidates import candidates
 
 H200 = target("h200")
 GEMM = ops.get("gemm")
@@ -253,11 +253,11 @@ class TestCodeHash:
 
     @pytest.mark.parametrize("template", TEMPLATES)
     def test_changes_with_every_parameter(self, template: str) -> None:
-        from tlxgen import space
+        from tlxgen.space import search_space
 
         problem = gemm() if template in GEMM.templates else VECTOR_ADD.problem((1 << 20,))
         base = first(problem, template)
-        for name, parameter in space.load(template).parameters.items():
+        for name, parameter in search_space.load(template).parameters.items():
             for value in parameter.choices:
                 if value == base.config.params[name]:
                     continue
@@ -336,7 +336,7 @@ class TestTemplates:
         assert "macros/module.j2" in reached
         assert not any(name.endswith(".py.j2") for name in reached - {f"{template}.py.j2"})
         if template in GEMM.templates:
-            assert {"macros/gemm_host.j2", "macros/gemm_device.j2"} <= reached
+            assert {"gemm/macros/host.j2", "gemm/macros/device.j2"} <= reached
 
     def test_hash_covers_macros_that_macros_include(self, copies: Path) -> None:
         before = template_hash("gemm_vanilla", copies)

@@ -19,17 +19,18 @@ from torch.autograd import forward_ad
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tlxgen import cli, ops, paths, runtime
-from tlxgen.candidates import candidates
+from tlxgen import ops, paths
+from tlxgen.cli import app
+from tlxgen.codegen.emit import emit
+from tlxgen.db.record import TunedRecord, tuning_key
+from tlxgen.db.store import Store
 from tlxgen.devices import target
-from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError, OutputError
 from tlxgen.export import write_package
 from tlxgen.export.manifest import Manifest
-from tlxgen.keys import tuning_key
 from tlxgen.problem import Problem
-from tlxgen.record import TunedRecord
-from tlxgen.store import Store
+from tlxgen.runtime import kernel
+from tlxgen.space.candidates import candidates
 
 H200 = target("h200")
 GEMM, ATTENTION, VECTOR_ADD, GROUPED = (ops.get(name) for name in ("gemm", "attention", "vector_add", "grouped_gemm"))
@@ -52,9 +53,9 @@ PROBLEMS: list[Problem] = [
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(no_shipped_configs: None) -> Iterator[None]:
-    runtime.forget()
+    kernel.forget()
     yield
-    runtime.forget()
+    kernel.forget()
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +65,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TLXGEN_CACHE", str(folder / "tuned.db"))
         patch.setattr(paths, "SHIPPED_CACHE", folder / "nothing-shipped")
-        runtime.forget()
+        kernel.forget()
         write_package(folder / "kernels_of_mine", PROBLEMS, H200)
-        runtime.forget()
+        kernel.forget()
     return folder / "kernels_of_mine"
 
 
@@ -454,7 +455,7 @@ class TestCommandLine:
             monkeypatch.setattr(sys, "argv", ["tlxgen", "export", *map(str, words)])
             status = 0
             try:
-                cli.main()
+                app.main()
             except SystemExit as end:
                 status = end.code if isinstance(end.code, int) else int(bool(end.code))
             captured = capsys.readouterr()

@@ -23,13 +23,15 @@ from hypothesis import strategies as st
 from tests import records
 from tests.processes import wait_until
 from tests.records import NOON
-from tlxgen import aside, database, ops, paths, shipped, staleness
-from tlxgen.cli_cache import _merge
+from tlxgen import ops, paths
+from tlxgen.cli.cache import _merge
 from tlxgen.config import Config
+from tlxgen.db import aside, shipped, sqlite, validity
+from tlxgen.db.record import SCHEMA_VERSION, Trial
+from tlxgen.db.shipped import dump, import_shipped
+from tlxgen.db.store import MEMORY, CacheWarning, Store
+from tlxgen.devices import DeviceKey
 from tlxgen.errors import CacheError
-from tlxgen.record import SCHEMA_VERSION, DeviceKey, Trial
-from tlxgen.shipped import dump, import_shipped
-from tlxgen.store import MEMORY, CacheWarning, Store
 
 ROOT = Path(__file__).parent.parent
 a_record = functools.partial(records.a_record, protocol="graph-2")
@@ -78,8 +80,8 @@ def python(script: str, *arguments: object, **options: Any) -> subprocess.Comple
 STORM = """
 import multiprocessing, sqlite3, sys, time
 from pathlib import Path
-from tlxgen.record import TunedRecord, TuningKey
-from tlxgen.store import Store
+from tlxgen.db.record import TunedRecord, TuningKey
+from tlxgen.db.store import Store
 
 def key(base, number, step):
     return TuningKey(**{**base.key.model_dump(), "problem": {"number": number, "step": step}})
@@ -157,8 +159,8 @@ def test_thirty_two_processes_a_lock_and_a_listing_lose_nothing(file: Path, monk
 MEET = """
 import multiprocessing, sys, warnings
 from pathlib import Path
-from tlxgen.record import TunedRecord, TuningKey
-from tlxgen.store import Store
+from tlxgen.db.record import TunedRecord, TuningKey
+from tlxgen.db.store import Store
 
 def work(number, start, path, text):
     base = TunedRecord.model_validate_json(text)
@@ -345,7 +347,7 @@ def test_the_journal_goes_with_its_database(file: Path) -> None:
     """Left behind, it would be played back into the new one; without it, the old one would lose its last rows."""
     script = (
         "import os, sys; from pathlib import Path\n"
-        "from tlxgen.record import TunedRecord; from tlxgen.store import Store\n"
+        "from tlxgen.db.record import TunedRecord; from tlxgen.db.store import Store\n"
         "store = Store.open(Path(sys.argv[1])); store.put(TunedRecord.model_validate_json(sys.argv[2]))\n"
         "store._db.conn.execute('PRAGMA user_version = 99'); os._exit(0)"
     )
@@ -373,8 +375,8 @@ AS_SOMEBODY = """
 import os, sys, warnings
 from pathlib import Path
 import sqlite_utils  # who has given up his rights may not be able to read where Python is installed
-from tlxgen.record import TunedRecord
-from tlxgen.store import Store
+from tlxgen.db.record import TunedRecord
+from tlxgen.db.store import Store
 record = TunedRecord.model_validate_json(sys.argv[2])
 if os.geteuid() == 0:
     os.setegid(65534)
@@ -426,8 +428,8 @@ FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 from tlxgen.errors import CacheError
-from tlxgen.record import TunedRecord
-from tlxgen.store import Store
+from tlxgen.db.record import TunedRecord
+from tlxgen.db.store import Store
 record = TunedRecord.model_validate_json(sys.argv[2])
 opened_before = sys.argv[3] == "before"
 store = Store.open(Path(sys.argv[1])) if opened_before else None
@@ -487,7 +489,7 @@ def test_a_merge_keeps_what_each_row_says_of_itself(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TLXGEN_CACHE", str(tmp_path / "own.db"))
     with Store.open() as store:
         store.put(a_record(1))
-    from tlxgen.cli_cache import PolicyName
+    from tlxgen.cli.cache import PolicyName
 
     _merge([tmp_path / "other.db", tmp_path / "rows.jsonl"], PolicyName.faster)
     with Store.open() as store:
@@ -557,12 +559,12 @@ def test_hostile_lines_are_refused_one_by_one(
     assert a_record().key.id in taken
     assert all(reason and reason.isprintable() for reason in refused)
     monkeypatch.setattr(paths, "SHIPPED_CACHE", tmp_path)
-    with warnings.catch_warnings(record=True) as told, Store(database.in_memory(), MEMORY, writable=False) as store:
+    with warnings.catch_warnings(record=True) as told, Store(sqlite.in_memory(), MEMORY, writable=False) as store:
         warnings.simplefilter("always", CacheWarning)
         import_shipped(store)
         assert {record.key.id for record in store.records()} == set(taken)
         for record in store.records():
-            staleness.why_stale(record)
+            validity.why_stale(record)
             assert store.get(record.key) == record
     assert sum("is skipped" in str(warning.message) for warning in told) == len(refused)
 
@@ -571,8 +573,8 @@ def test_hostile_lines_are_refused_one_by_one(
 @pytest.mark.parametrize("value", [0, -1, 10**9, True, *HOSTILE])
 def test_a_config_with_a_hostile_value_is_stale_and_emits_nothing(operator: str, value: Any) -> None:
     from tlxgen import devices
-    from tlxgen.candidates import candidates
-    from tlxgen.keys import tuning_key
+    from tlxgen.db.record import tuning_key
+    from tlxgen.space.candidates import candidates
 
     shape = {"gemm": (512, 512, 512), "attention": (1, 8, 128, 64), "vector_add": (4096,)}[operator]
     problem = ops.get(operator).problem(shape)
@@ -585,5 +587,5 @@ def test_a_config_with_a_hostile_value_is_stale_and_emits_nothing(operator: str,
                 with pytest.raises(ValueError, match="cannot be printed"):
                     a_record(key=key, config=bad)
                 continue
-            reason = staleness.why_other_code(a_record(key=key, config=bad))
+            reason = validity.why_other_code(a_record(key=key, config=bad))
             assert reason is not None

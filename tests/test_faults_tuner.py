@@ -22,13 +22,15 @@ from tests.tuner_runs import (
     script,
     signals_lose_nothing_finished,
 )
-from tlxgen import devices, ops, tune, tuning_cli
+from tlxgen import devices, ops
+from tlxgen.cli import tune as tuning_cli
 from tlxgen.config import Config
+from tlxgen.db.record import tuning_key
+from tlxgen.db.store import Store
 from tlxgen.errors import GpuLostError, TuningError
-from tlxgen.keys import tuning_key
-from tlxgen.measure import PROTOCOL
-from tlxgen.store import Store
-from tlxgen.tuning import Budget, TuneResult
+from tlxgen.tuner import tune
+from tlxgen.tuner.measure import PROTOCOL
+from tlxgen.tuner.state import Budget, TuneResult
 
 HERE = Path(__file__).parent
 PATH = os.pathsep.join([str(HERE), str(HERE.parent)])

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from tlxgen.config import Config
-from tlxgen.final import complexity, lead_is_noise, steadiest, winner
-from tlxgen.trials import Timing
+from tlxgen.tuner.card import Timing
+from tlxgen.tuner.final import complexity, lead_is_noise, steadiest, winner
 
 ROUNDS = 25
 

@@ -19,10 +19,13 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 import tlxgen
-from tlxgen import attention_backward, eligible, functional, runtime
+from tlxgen import functional
 from tlxgen.errors import InvalidProblemError, LaunchError
-from tlxgen.ops.attention import AttentionProblem
-from tlxgen.runtime import Choice, Kernel
+from tlxgen.functional import attention_backward
+from tlxgen.ops.attention.problem import AttentionProblem
+from tlxgen.runtime import checks
+from tlxgen.runtime import kernel as runtime
+from tlxgen.runtime.kernel import Choice, Kernel
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,7 +74,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """Kernels for the CPU."""
     served = Served()
     monkeypatch.setattr(functional, "get_kernel", served)
-    monkeypatch.setattr(eligible, "DEVICE", "cpu")
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
     return served
 
 
@@ -535,7 +538,7 @@ class TestKernels:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
     def test_of_such_a_machine_are_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(eligible, "DEVICE", "cpu")
+        monkeypatch.setattr(checks, "DEVICE", "cpu")
         tensors = inputs((1, 2, 30, 16), (1, 2, 30, 16))
         with pytest.warns(tlxgen.FallbackWarning):
             out = scaled_dot_product_attention(*tensors)

@@ -12,8 +12,11 @@ from torch.testing import assert_close
 
 from tests.test_functional_matmul import normal
 from tests.test_library import compiled
-from tlxgen import eligible, functional, functional_add, library, runtime, selection
-from tlxgen.runtime import Choice, Kernel
+from tlxgen import functional
+from tlxgen.functional import library, sums
+from tlxgen.runtime import checks, selection
+from tlxgen.runtime import kernel as runtime
+from tlxgen.runtime.kernel import Choice, Kernel
 
 KERNELS_HERE = library.kernels_here
 
@@ -45,9 +48,9 @@ class Served:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     served = Served()
-    monkeypatch.setattr(functional_add, "get_kernel", served)
+    monkeypatch.setattr(sums, "get_kernel", served)
     monkeypatch.setattr(library, "kernels_here", lambda: True)
-    monkeypatch.setattr(eligible, "DEVICE", "cpu")
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
     runtime.forget()
     torch._dynamo.reset()
     torch.manual_seed(0)

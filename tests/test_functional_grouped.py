@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlxgen import eligible, functional, functional_grouped, runtime
-from tlxgen.ops.grouped_gemm_problem import GroupedGemmProblem
-from tlxgen.runtime import Choice, Kernel
+from tlxgen import functional
+from tlxgen.functional import grouped
+from tlxgen.ops.grouped_gemm.problem import GroupedGemmProblem
+from tlxgen.runtime import checks
+from tlxgen.runtime import kernel as runtime
+from tlxgen.runtime.kernel import Choice, Kernel
 
 grouped_mm: Callable[..., Tensor] = functional.grouped_mm
 theirs: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", torch._grouped_mm)
@@ -65,8 +68,8 @@ class Disguised:
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """Kernels for the CPU."""
     served = Served()
-    monkeypatch.setattr(functional_grouped, "get_kernel", served)
-    monkeypatch.setattr(eligible, "DEVICE", "cpu")
+    monkeypatch.setattr(grouped, "get_kernel", served)
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
     return served
 
 
@@ -89,7 +92,7 @@ def operands(form: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Te
 
 def test_has_torchs_signature() -> None:
     assert list(inspect.signature(grouped_mm).parameters.values()) != []
-    ours = inspect.signature(functional_grouped.grouped_mm)
+    ours = inspect.signature(grouped.grouped_mm)
     names = ["mat_a", "mat_b", "offs", "bias", "out_dtype"]
     assert list(ours.parameters) == names
     assert list(inspect.signature(torch.nn.functional.grouped_mm).parameters) == names
@@ -150,7 +153,7 @@ class TestGatedMm:
     def test_is_one_kernel(self, activation: Any, served: Served) -> None:
         a, b, offs = operands("2d3d")
         assert offs is not None
-        out = functional_grouped.gated_mm(a, b, offs=offs, activation=activation)
+        out = grouped.gated_mm(a, b, offs=offs, activation=activation)
         gate, up = theirs(a.float(), b.float(), offs=offs).chunk(2, 1)
         expected = getattr(torch.nn.functional, activation)(gate) * up
         torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
@@ -167,11 +170,11 @@ class TestGatedMm:
         a, b, offs = operands("2d3d")
         assert offs is not None
         a.requires_grad_()
-        functional_grouped.gated_mm(a, b, offs=offs, activation="silu").sum().backward()  # type: ignore[no-untyped-call]
+        grouped.gated_mm(a, b, offs=offs, activation="silu").sum().backward()  # type: ignore[no-untyped-call]
         assert a.grad is not None
         assert [(problem.form, problem.epilogue) for problem in served.launched] == [("2d3d", "none")] * 2
         with torch.no_grad():
-            functional_grouped.gated_mm(a, b, offs=offs, activation="silu")
+            grouped.gated_mm(a, b, offs=offs, activation="silu")
         assert served.launched[2].epilogue == "swiglu"
 
     def test_goes_to_torch_where_nothing_better_is_known(self, served: Served) -> None:
@@ -179,7 +182,7 @@ class TestGatedMm:
         a, b, offs = operands("2d3d")
         assert offs is not None
         gate, up = theirs(a, b, offs=offs).chunk(2, 1)
-        out = functional_grouped.gated_mm(a, b, offs=offs, activation="silu")
+        out = grouped.gated_mm(a, b, offs=offs, activation="silu")
         assert torch.equal(out, torch.nn.functional.silu(gate) * up)
         assert not served.launched
 
@@ -236,7 +239,7 @@ class TestGoesToTorch:
         assert not served.launched
 
     def test_tensors_elsewhere(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(eligible, "DEVICE", "cuda")
+        monkeypatch.setattr(checks, "DEVICE", "cuda")
         a, b, offs = operands("2d3d")
         assert torch.equal(grouped_mm(a, b, offs=offs), theirs(a, b, offs=offs))
         assert not served.launched
@@ -261,7 +264,7 @@ def test_a_problem_is_looked_up_once_for_each_shape(served: Served, monkeypatch:
         looked_up.append(problem)
         return served(operator, problem)
 
-    monkeypatch.setattr(functional_grouped, "get_kernel", counted)
+    monkeypatch.setattr(grouped, "get_kernel", counted)
     a, b, offs = operands("2d3d")
     for _ in range(3):
         grouped_mm(a, b, offs=offs)
@@ -293,8 +296,8 @@ class TestSecondCalls:
         a, b, offs = operands("2d3d")
         assert offs is not None
         for _ in range(3):
-            silu = functional_grouped.gated_mm(a, b, offs=offs, activation="silu")
-            gelu = functional_grouped.gated_mm(a, b, offs=offs, activation="gelu")
+            silu = grouped.gated_mm(a, b, offs=offs, activation="silu")
+            gelu = grouped.gated_mm(a, b, offs=offs, activation="gelu")
             assert not torch.equal(silu, gelu)
         assert [problem.epilogue for problem in served.launched] == ["swiglu", "geglu"] * 3
 

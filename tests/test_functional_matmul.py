@@ -11,10 +11,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import tlxgen
-from tlxgen import eligible, functional, functional_matmul, runtime
-from tlxgen.candidates import candidates
+from tlxgen import functional
 from tlxgen.devices import target
-from tlxgen.runtime import Choice, Kernel
+from tlxgen.functional import products
+from tlxgen.runtime import checks
+from tlxgen.runtime import kernel as runtime
+from tlxgen.runtime.kernel import Choice, Kernel
+from tlxgen.space.candidates import candidates
 
 
 class Served:
@@ -44,8 +47,8 @@ class Served:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     served = Served()
-    monkeypatch.setattr(functional_matmul, "get_kernel", served)
-    monkeypatch.setattr(eligible, "DEVICE", "cpu")
+    monkeypatch.setattr(products, "get_kernel", served)
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
     runtime.forget()
     torch.manual_seed(0)
     yield served
@@ -132,11 +135,9 @@ class TestWhatGoesToTorch:
         assert torch.equal(functional.matmul(a, b), a @ b)
 
     def test_kernels_that_are_torch_anyway(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(eligible, "DEVICE", "cpu")
+        monkeypatch.setattr(checks, "DEVICE", "cpu")
         runtime.forget()
-        monkeypatch.setattr(
-            functional_matmul, "get_kernel", lambda _, problem: Kernel(problem, Choice("torch", None), None)
-        )
+        monkeypatch.setattr(products, "get_kernel", lambda _, problem: Kernel(problem, Choice("torch", None), None))
         a, b = normal(8, 32), normal(32, 16)
         assert torch.equal(functional.matmul(a, b), a @ b)
 

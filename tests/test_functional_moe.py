@@ -11,9 +11,11 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from tlxgen import eligible, functional, functional_grouped, functional_moe, moe_combine, moe_combine_kernel
+from tlxgen import functional
 from tlxgen.errors import InvalidProblemError
-from tlxgen.moe_combine_kernel import Launch
+from tlxgen.functional import grouped, moe, moe_combine, moe_combine_kernel
+from tlxgen.functional.moe_combine_kernel import Launch
+from tlxgen.runtime import checks
 
 fused_moe: Callable[..., Tensor] = functional.fused_moe
 
@@ -69,8 +71,8 @@ def test_the_first_product_has_the_activation_in_it(activation: str, monkeypatch
         past.append(bool(a[int(named["offs"][-1]) :].any()))
         return gated_mm(a, b, **named)
 
-    gated_mm = functional_grouped.gated_mm
-    monkeypatch.setattr(functional_moe, "gated_mm", noted)
+    gated_mm = grouped.gated_mm
+    monkeypatch.setattr(moe, "gated_mm", noted)
     given = operands()
     given["topk_ids"][0] = E  # somebody else's
     fused_moe(**given, activation=activation)
@@ -117,7 +119,7 @@ def test_tokens_are_brought_back_by_one_kernel_unless_gradients_are_wanted(monke
     given["topk_ids"][::3, 0] = -1
     expected = fused_moe(**given)
     monkeypatch.setattr(Launch, "__call__", interpreted)
-    monkeypatch.setattr(eligible, "DEVICE", "cpu")
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
     monkeypatch.setattr(moe_combine, "_compiles_for", lambda _: True)
     monkeypatch.setattr(moe_combine, "_is_capturing", lambda: False)
     out = fused_moe(**given)

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.test_library import compiled
-from tlxgen import accuracy, eligible, functional, functional_scaled, library, ops, runtime
-from tlxgen.runtime import Choice, Kernel
+from tlxgen import functional, ops
+from tlxgen.functional import library
+from tlxgen.functional import scaled as functional_scaled
+from tlxgen.ops import accuracy
+from tlxgen.runtime import checks as eligible
+from tlxgen.runtime import kernel as runtime
+from tlxgen.runtime.kernel import Choice, Kernel
 
 E, ROWS, N, K = 3, 40, 32, 48
 GROUPED = ops.get("grouped_gemm")

@@ -16,11 +16,14 @@ from torch.testing import assert_close
 
 import tlxgen
 from tests.test_functional_matmul import normal
-from tlxgen import attention_varlen_backward as backward
-from tlxgen import eligible, functional, functional_varlen, runtime
-from tlxgen.candidates import candidates
+from tlxgen import functional
 from tlxgen.devices import target
-from tlxgen.runtime import Choice, Kernel
+from tlxgen.functional import varlen
+from tlxgen.functional import varlen_backward as backward
+from tlxgen.runtime import checks
+from tlxgen.runtime import kernel as runtime
+from tlxgen.runtime.kernel import Choice, Kernel
+from tlxgen.space.candidates import candidates
 
 #: Rows and keys of each sequence: as many, fewer rows, fewer keys, no rows, no keys, one of both.
 LENGTHS = [(7, 7), (3, 9), (8, 5), (0, 4), (4, 0), (1, 1)]
@@ -107,9 +110,9 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """As if kernels took tensors on the CPU, and torch's function too."""
     served = Served()
-    monkeypatch.setattr(functional_varlen, "get_kernel", served)
-    monkeypatch.setattr(functional_varlen, "_only_here", lambda _: False)
-    monkeypatch.setattr(eligible, "DEVICE", "cpu")
+    monkeypatch.setattr(varlen, "get_kernel", served)
+    monkeypatch.setattr(varlen, "_only_here", lambda _: False)
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
     runtime.forget()
     yield served
     runtime.forget()
@@ -124,7 +127,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append(named)
         return torch.zeros(1)
 
-    monkeypatch.setattr(functional_varlen, "_torchs", torchs)
+    monkeypatch.setattr(varlen, "_torchs", torchs)
     return calls
 
 
@@ -221,7 +224,7 @@ class TestWhatGoesToTorch:
     def test_what_is_no_packed_tensor(
         self, odd: Tensor, here: bool, served: Served, theirs: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(functional_varlen, "_only_here", lambda _: here)
+        monkeypatch.setattr(varlen, "_only_here", lambda _: here)
         varlen_attn(odd, *inputs(kv_heads=H)[1:])
         assert (len(theirs), served.launched) == (1, [])
 
@@ -248,7 +251,7 @@ class TestWhatGoesToTorch:
         assert (len(theirs), served.launched) == (1, [])
 
     def test_a_torch_without_the_function_is_told(self, monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
-        monkeypatch.setattr(functional_varlen, "_torchs", None)
+        monkeypatch.setattr(varlen, "_torchs", None)
         with pytest.raises(NotImplementedError, match=r"torch .* has none"):
             varlen_attn(*inputs(kv_heads=H), window_size=(-1, 3))
 
@@ -387,7 +390,7 @@ def test_torchs_kernel_gets_what_it_reads_right(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash)
     q, k, v, *rest = inputs(kv_heads=H)
     ends_q, ends_k = (x.repeat_interleave(2)[::2] for x in rest[:2])
-    found = functional_varlen.find((q, k, v, ends_q, ends_k), (MAX_Q, MAX_K), (False, 0))
+    found = varlen.find((q, k, v, ends_q, ends_k), (MAX_Q, MAX_K), (False, 0))
     assert found is not None
     late = normal(q.numel() + 1)[1:].view(q.shape)
     backward.by_flash(found.problem, (q, k, v, q), torch.zeros(H, len(q)), (ends_q, ends_k), late, None)
@@ -429,7 +432,7 @@ def test_a_gpu_gets_the_kernel_that_get_kernel_gives(monkeypatch: pytest.MonkeyP
 
     with stub_launcher.noting(monkeypatch), warnings.catch_warnings():
         warnings.simplefilter("ignore", runtime.FallbackWarning)
-        monkeypatch.setattr(eligible, "DEVICE", "cpu")
+        monkeypatch.setattr(checks, "DEVICE", "cpu")
         call = inputs(kv_heads=H)
         q, k, v = (x.repeat(1, 1, 4) for x in call[:3])  # a head of 64
         for _ in range(3):

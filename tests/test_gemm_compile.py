@@ -13,15 +13,16 @@ from typing import Any
 import jobs  # type: ignore[import-not-found] # conftest.py makes it importable
 import pytest
 
-from tlxgen import binaries, loader, ops
-from tlxgen.candidates import candidates, vanilla_config
-from tlxgen.compile import Binary, compile_kernel
-from tlxgen.compile_pool import CompilePool
+from tlxgen import ops
+from tlxgen.codegen import binaries, loader
+from tlxgen.codegen.compile import Binary, compile_kernel
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.config import Config
 from tlxgen.devices import target
-from tlxgen.emit import KernelSource, emit
 from tlxgen.problem import Problem
-from tlxgen.process import Child
+from tlxgen.space.candidates import candidates, vanilla_config
+from tlxgen.tuner.compile_pool import CompilePool
+from tlxgen.tuner.process import Child
 
 H200 = target("h200")
 GEMM = ops.get("gemm")

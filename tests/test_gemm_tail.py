@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 
 from tests.emitted_walk import Walk
 from tests.simulated import launch
-from tlxgen import accuracy, devices, last_round, loader, ops, space
-from tlxgen.candidates import candidates
+from tlxgen import devices, ops
+from tlxgen.codegen import loader
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.config import Config
-from tlxgen.emit import KernelSource, emit
-from tlxgen.ops.gemm import LEAST_STEPS, GemmProblem
+from tlxgen.ops import accuracy, last_round
+from tlxgen.ops.gemm.problem import GemmProblem
+from tlxgen.ops.gemm.time_model import LEAST_STEPS
 from tlxgen.simulator.check import check
+from tlxgen.space import search_space
+from tlxgen.space.candidates import candidates
 
 GEMM = ops.get("gemm")
 H200 = devices.target("h200")
@@ -131,7 +135,7 @@ def test_rounds_that_are_almost_full_are_left_whole() -> None:
 def test_a_config_that_splits_does_so_and_no_two_launch_alike(rows: int, columns: int, depth: int) -> None:
     made = problem(rows, 16 * columns, 16 * depth)
     seen = set()
-    for one in space.legal_configs(GEMM, made, H200, ("gemm_tma_cooperative",)):
+    for one in search_space.legal_configs(GEMM, made, H200, ("gemm_tma_cooperative",)):
         p: dict[str, Any] = dict(one.params)
         if p["tail"] == "split":
             tiles = -(-made.M // p["block_m"]) * -(-made.N // p["block_n"])

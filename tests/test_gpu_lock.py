@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tlxgen import gpu_lock
+from tlxgen.tuner import gpu_lock
 
 HOLD = """
 import sys
 from pathlib import Path
-from tlxgen import gpu_lock
+from tlxgen.tuner import gpu_lock
 with gpu_lock.exclusive("uuid", print, Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.readline()

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tlxgen import devices, ops
-from tlxgen.candidates import candidates
-from tlxgen.compile import Binary
-from tlxgen.compile_pool import CompilePool
+from tlxgen.codegen.compile import Binary
+from tlxgen.codegen.emit import emit
+from tlxgen.codegen.loader import load
 from tlxgen.config import Config
-from tlxgen.emit import emit
-from tlxgen.loader import load
-from tlxgen.ops.grouped_gemm_problem import GroupedGemmProblem
+from tlxgen.ops.grouped_gemm.problem import GroupedGemmProblem
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner.compile_pool import CompilePool
 
 GROUPED = ops.get("grouped_gemm")
 H200 = devices.target("h200")

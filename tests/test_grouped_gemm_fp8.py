@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from tests.test_ops_grouped_gemm import SPREADS, Call, call, config, spread
-from tlxgen import accuracy, devices, loader, ops
-from tlxgen.candidates import candidates
+from tlxgen import devices, ops
+from tlxgen.codegen import loader
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
-from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError, TuningError
-from tlxgen.ops.grouped_gemm_problem import GroupedGemmProblem
-from tlxgen.ops.grouped_gemm_torch import scaled_operands
+from tlxgen.ops import accuracy
+from tlxgen.ops.grouped_gemm.problem import GroupedGemmProblem
+from tlxgen.ops.grouped_gemm.torch_reference import scaled_operands
 from tlxgen.simulator.check import check
+from tlxgen.space.candidates import candidates
 
 GROUPED = ops.get("grouped_gemm")
 H200 = devices.target("h200")

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from tests.test_ops_grouped_gemm import SPREADS, Call, call, config, spread
-from tlxgen import devices, loader, ops, space
-from tlxgen.candidates import candidates
+from tlxgen import devices, ops
+from tlxgen.codegen import loader
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
-from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError
-from tlxgen.ops.grouped_gemm_problem import GroupedGemmProblem
+from tlxgen.ops.grouped_gemm.problem import GroupedGemmProblem
 from tlxgen.simulator.check import check
+from tlxgen.space import search_space
+from tlxgen.space.candidates import candidates
 
 GROUPED = ops.get("grouped_gemm")
 H200 = devices.target("h200")
@@ -68,7 +70,7 @@ class TestProblem:
         assert "multiple of 16" in str(GROUPED.launchable(made, tma, by_eights, out))
         assert GROUPED.launchable(made, vanilla, by_eights, out) is None
         odd = spread([3, 7], 16, 40, "gather")
-        assert "a_row_bytes" in str(space.why_illegal(GROUPED, odd, config(odd, tma.template), H200))
+        assert "a_row_bytes" in str(search_space.why_illegal(GROUPED, odd, config(odd, tma.template), H200))
 
     def test_the_reference_is_the_product_of_the_gathered_rows(self) -> None:
         made, sorted_ = (spread([5, 0, 9], 16, 24, form, epilogue="bias+silu") for form in ("gather", "2d3d"))

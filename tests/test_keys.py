@@ -12,12 +12,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tlxgen import keys, ops
-from tlxgen.devices import TARGETS, target
-from tlxgen.keys import tuning_key
-from tlxgen.ops.gemm import GemmProblem
+from tlxgen import ops
+from tlxgen.db import record
+from tlxgen.db.record import TuningKey, tuning_key
+from tlxgen.devices import TARGETS, DeviceKey, target
+from tlxgen.ops.gemm.problem import GemmProblem
 from tlxgen.problem import Problem
-from tlxgen.record import DeviceKey, TuningKey
 
 H200 = target("h200").key
 ROOT = Path(__file__).parent.parent
@@ -153,7 +153,7 @@ def test_the_toolchain_is_part_of_the_key(other: str, monkeypatch: pytest.Monkey
     here = tuning_key(problem, H200)
     assert "3.7" in here.toolchain
     assert "ptxas" in here.toolchain
-    monkeypatch.setattr(keys, "toolchain", lambda: other)
+    monkeypatch.setattr(record, "toolchain", lambda: other)
     assert tuning_key(problem, H200).id != here.id
 
 
@@ -165,7 +165,7 @@ def test_keys_survive_the_trip_through_json() -> None:
 @pytest.mark.parametrize("seed", ["0", "1", "31337"])
 def test_keys_are_the_same_in_every_process(seed: str) -> None:
     script = (
-        "from tlxgen import ops, devices, keys\n"
+        "from tlxgen import ops, devices\nfrom tlxgen.db import keys\n"
         "problem = ops.get('gemm').problem((4096, 8192, 512), dtype='fp16', epilogue='bias+gelu')\n"
         "print(keys.tuning_key(problem, devices.target('h200').key).id)\n"
     )

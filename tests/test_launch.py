@@ -19,7 +19,7 @@ import pytest
 from triton import knobs
 
 from tests import stub_cuda, stub_hip
-from tlxgen import launch
+from tlxgen.runtime import launch
 
 HERE = Path(__file__).parent
 
@@ -32,7 +32,7 @@ import os
 from types import SimpleNamespace
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
-from tlxgen import launch, plans
+from tlxgen.runtime import launch, plans
 
 class Compiled(CompiledKernel):
     def __init__(self):

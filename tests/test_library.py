@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tlxgen import eligible, functional, library, runtime
+from tlxgen import functional
 from tlxgen.errors import InvalidProblemError, LaunchError
-from tlxgen.library import CALLER, GRADIENTS, NOBODY
+from tlxgen.functional import library
+from tlxgen.functional.library import CALLER, GRADIENTS, NOBODY
+from tlxgen.runtime import checks, kernel
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -22,15 +24,15 @@ sdpa = torch.nn.functional.scaled_dot_product_attention
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if the CPU had kernels; `get_kernel` gives torch's there."""
     monkeypatch.setattr(library, "kernels_here", lambda: True)
-    monkeypatch.setattr(eligible, "DEVICE", "cpu")
-    monkeypatch.setattr(runtime, "_current_device", lambda: None)
-    runtime.forget()
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
+    monkeypatch.setattr(kernel, "_current_device", lambda: None)
+    kernel.forget()
     torch._dynamo.reset()
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", runtime.FallbackWarning)
+        warnings.simplefilter("ignore", kernel.FallbackWarning)
         yield
-    runtime.forget()
+    kernel.forget()
 
 
 def normal(*shape: int, grad: bool = True) -> Tensor:
@@ -178,9 +180,9 @@ class TestGraphs:
 
 def test_a_machine_without_a_gpu_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(runtime, "_current_device", lambda: None)
+    monkeypatch.setattr(kernel, "_current_device", lambda: None)
     assert library.kernels_here() is False
-    monkeypatch.setattr(runtime, "_current_device", lambda: 0)
+    monkeypatch.setattr(kernel, "_current_device", lambda: 0)
     assert library.kernels_here() is True
 
 

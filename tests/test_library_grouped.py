@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.test_library import compiled
-from tlxgen import eligible, functional, functional_grouped, library, library_grouped, runtime
+from tlxgen import functional
+from tlxgen.functional import grouped, library, library_grouped
+from tlxgen.runtime import checks, kernel
 
 E, TOKENS, N, K = 3, 40, 24, 16
 ENDS = torch.tensor([13, 13, 40], dtype=torch.int32)
@@ -24,15 +26,15 @@ FORMS = ("2d3d", "3d2d", "2d2d", "3d3d")
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if the CPU had kernels; `get_kernel` gives torch's there."""
     monkeypatch.setattr(library, "kernels_here", lambda: True)
-    monkeypatch.setattr(eligible, "DEVICE", "cpu")
-    monkeypatch.setattr(runtime, "_current_device", lambda: None)
-    runtime.forget()
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
+    monkeypatch.setattr(kernel, "_current_device", lambda: None)
+    kernel.forget()
     torch._dynamo.reset()
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", runtime.FallbackWarning)
+        warnings.simplefilter("ignore", kernel.FallbackWarning)
         yield
-    runtime.forget()
+    kernel.forget()
 
 
 def normal(*shape: int, grad: bool = False) -> Tensor:
@@ -140,5 +142,5 @@ class TestGraphs:
     def test_a_single_row_of_any_pitch_has_gradients(self) -> None:
         grad = normal(1, 27)[:, :24]
         aligned = library_grouped._aligned(grad)
-        assert functional_grouped._layout(aligned) == "n"
+        assert grouped._layout(aligned) == "n"
         assert torch.equal(aligned, grad)

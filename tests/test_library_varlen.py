@@ -12,16 +12,17 @@ from torch.testing import assert_close
 
 from tests.test_functional_varlen import LENGTHS, MASKS, MAX_K, MAX_Q, H, ends, inputs, varlen_attn
 from tests.test_library import compiled
-from tlxgen import attention_varlen_backward, eligible, functional_varlen, library, runtime
 from tlxgen.errors import InvalidProblemError
-from tlxgen.library import CALLER, GRADIENTS, NOBODY
+from tlxgen.functional import library, varlen, varlen_backward
+from tlxgen.functional.library import CALLER, GRADIENTS, NOBODY
+from tlxgen.runtime import checks, kernel
 
 OPERATOR = "tlxgen.attention_varlen.default"
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    runtime.forget()
+    kernel.forget()
     torch._dynamo.reset()
     torch.manual_seed(0)
 
@@ -47,8 +48,8 @@ class TestOpcheck:
 
     def test_flash_attention_gets_no_log_sum_exp_that_nobody_wrote(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It would read past the end of memory."""
-        monkeypatch.setattr(attention_varlen_backward, "flash_takes", lambda *_: True)
-        monkeypatch.setattr(attention_varlen_backward, "by_flash", lambda *_: pytest.fail("asked without it"))
+        monkeypatch.setattr(varlen_backward, "flash_takes", lambda *_: True)
+        monkeypatch.setattr(varlen_backward, "by_flash", lambda *_: pytest.fail("asked without it"))
         call, options = inputs(), (True, 0, None)
         operators = torch.ops.tlxgen
         out, nothing = operators.attention_varlen(*call, *options, NOBODY)
@@ -109,7 +110,7 @@ class TestGraphs:
         model, graphs = compiled(varlen_attn)
         call = inputs(kv_heads=H)
         assert_close(model(*call), varlen_attn(*call))
-        found = functional_varlen.find(call[:5], call[5:], (False, 0))
+        found = varlen.find(call[:5], call[5:], (False, 0))
         assert found is not None
         assert OPERATOR in graphs.operators
         assert list(found._kernels) == [False]
@@ -119,7 +120,7 @@ class TestGraphs:
         window = (-1, 3) if case == "a window ahead" else (-1, 0)
         if case == "no kernels here":  # on a GPU, that is
             monkeypatch.setattr(library, "kernels_here", lambda: False)
-            monkeypatch.setattr(eligible, "DEVICE", "meta")
+            monkeypatch.setattr(checks, "DEVICE", "meta")
         q, k, v, *rest, max_q, max_k = inputs(kv_heads=H)
         call = [x.to("meta") for x in (q, k, v, *rest)]
         model, graphs = compiled(lambda *call: varlen_attn(*call, max_q, max_k, window_size=window))

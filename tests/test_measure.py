@@ -1,4 +1,4 @@
-"""The gate and the timing of `tlxgen.measure`, as they are, on a card that is none: who lies is told by its lie."""
+"""The gate and the timing of `tlxgen.tuner.measure`, as they are, on a card that is none: who lies is told by its lie."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import stub_device  # type: ignore[import-not-found] # conftest.py makes it importable
 
-from tlxgen import measure, ops, tune, tuning
-from tlxgen.emit import KernelSource
+from tlxgen import ops
+from tlxgen.codegen.emit import KernelSource
+from tlxgen.db.store import Store
 from tlxgen.errors import TuningError
-from tlxgen.measure import PEER, Measure, Session
-from tlxgen.process import Child
-from tlxgen.store import Store
-from tlxgen.trials import Card, timings
+from tlxgen.tuner import measure, state, tune
+from tlxgen.tuner.card import Card, timings
+from tlxgen.tuner.measure import PEER, Measure, Session
+from tlxgen.tuner.process import Child
 
 VECTORS = ops.get("vector_add").problem((4096,))
 MATRICES = ops.get("gemm").problem((64, 48, 136))
@@ -135,7 +136,7 @@ def tuned(tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch) -> Call
     def tuned(*sources: KernelSource) -> Any:
         by_config = {source.config: source for source in sources}
         monkeypatch.setattr(tune, "Card", lambda name, problem, seed, _: Card(name, problem, seed, child=child))
-        monkeypatch.setattr(tuning, "CompilePool", lambda *_, **__: InstantPool())
+        monkeypatch.setattr(state, "CompilePool", lambda *_, **__: InstantPool())
         monkeypatch.setattr(tune, "candidates", lambda *_: list(by_config))
         monkeypatch.setattr(tune, "emit", lambda operator, problem, config: by_config[config])
         with Store.open(tmp_path / "tuned.db") as store:

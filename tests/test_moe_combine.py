@@ -20,12 +20,14 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from tests.test_platforms import ARCHITECTURES
-from tlxgen import eligible, moe_combine, moe_combine_kernel, toolchain
-from tlxgen.compile import _ptxas_log, compile_kernel
-from tlxgen.moe_combine import combine
-from tlxgen.moe_combine_kernel import Launch
-from tlxgen.moe_routing import route
-from tlxgen.selection import FallbackWarning
+from tlxgen import toolchain
+from tlxgen.codegen.compile import _ptxas_log, compile_kernel
+from tlxgen.functional import moe_combine, moe_combine_kernel
+from tlxgen.functional.moe_combine import combine
+from tlxgen.functional.moe_combine_kernel import Launch
+from tlxgen.functional.moe_routing import route
+from tlxgen.runtime import checks
+from tlxgen.runtime.selection import FallbackWarning
 
 F32 = torch.float32
 NAN = float("nan")
@@ -45,7 +47,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         launches.append(launch)
 
     monkeypatch.setattr(Launch, "__call__", call)
-    monkeypatch.setattr(eligible, "DEVICE", "cpu")
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
     monkeypatch.setattr(moe_combine, "_compiles_for", lambda _: True)
     monkeypatch.setattr(moe_combine, "_is_capturing", lambda: False)
     monkeypatch.setattr(moe_combine, "_LOADED", set())

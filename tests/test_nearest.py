@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlxgen import nearest, ops
-from tlxgen.candidates import candidates, default_config
+from tlxgen import ops
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
+from tlxgen.db import nearest
+from tlxgen.db.nearest import SLACK, Neighbourhood, distance, why_worse
+from tlxgen.db.record import TunedRecord, tuning_key
 from tlxgen.devices import Gpu, target
-from tlxgen.emit import emit
-from tlxgen.keys import tuning_key
-from tlxgen.nearest import SLACK, Neighbourhood, distance, why_worse
-from tlxgen.ops.gemm import GemmProblem
-from tlxgen.record import TunedRecord
+from tlxgen.ops.gemm.problem import GemmProblem
+from tlxgen.space.candidates import candidates, default_config
 from tlxgen.toolchain import toolchain
 
 GEMM = ops.get("gemm")

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.operands import CASES, GUARD, LAYOUTS, LONE, ONE_FOR_ALL, SIZES, Call, Placed, placed
-from tlxgen import ops, runtime
+from tlxgen import ops
 from tlxgen.errors import LaunchError
+from tlxgen.runtime import kernel as runtime
 
 
 @pytest.fixture(autouse=True)

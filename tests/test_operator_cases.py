@@ -9,20 +9,21 @@ import pytest
 import torch
 
 from tests.operator_cases import ARGUMENTS, GRAPHS, check
-from tlxgen import eligible, library, runtime
+from tlxgen.functional import library
+from tlxgen.runtime import checks, kernel
 
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(library, "kernels_here", lambda: True)
-    monkeypatch.setattr(eligible, "DEVICE", "cpu")
-    monkeypatch.setattr(runtime, "_current_device", lambda: None)
-    runtime.forget()
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
+    monkeypatch.setattr(kernel, "_current_device", lambda: None)
+    kernel.forget()
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", runtime.FallbackWarning)
+        warnings.simplefilter("ignore", kernel.FallbackWarning)
         yield
-    runtime.forget()
+    kernel.forget()
 
 
 @pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "scaled_grouped_mm"])

@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 
 import tlxgen
 from tests.simulated import launch
-from tlxgen import accuracy, devices, loader, ops, runtime
-from tlxgen.candidates import candidates
+from tlxgen import devices, ops
+from tlxgen.codegen import loader
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.config import Config
-from tlxgen.emit import KernelSource, emit
 from tlxgen.errors import InvalidProblemError
-from tlxgen.ops.attention import AttentionProblem
+from tlxgen.ops import accuracy
+from tlxgen.ops.attention.problem import AttentionProblem
+from tlxgen.runtime import kernel as runtime
 from tlxgen.simulator.check import check
+from tlxgen.space.candidates import candidates
 
 ATTENTION = ops.get("attention")
 H200 = devices.target("h200")

@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 
 import tlxgen
 from tests.simulated import launch
-from tlxgen import accuracy, devices, ops
-from tlxgen.candidates import candidates
+from tlxgen import devices, ops
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
-from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError, LaunchError
-from tlxgen.ops import attention_flash, attention_varlen_torch
-from tlxgen.ops.attention_varlen import AttentionVarlenProblem, Lengths, drawn_lengths
-from tlxgen.simulator import meanings
-from tlxgen.simulator.machine import Machine
+from tlxgen.ops import accuracy
+from tlxgen.ops.attention import flash as attention_flash
+from tlxgen.ops.attention_varlen import torch_reference
+from tlxgen.ops.attention_varlen.problem import AttentionVarlenProblem, Lengths, drawn_lengths
+from tlxgen.simulator.language import meanings
+from tlxgen.simulator.machine.machine import Machine
 from tlxgen.simulator.program import load
+from tlxgen.space.candidates import candidates
 
 VARLEN = ops.get("attention_varlen")
 H200 = devices.target("h200")
@@ -395,7 +397,7 @@ def test_flash_attention_takes_no_row_for_anothers(
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
     sizes = {"total_kv": 9, "max_q": max(lengths), "max_kv": 3, "kv_heads": 1}
     made = problem((3, 2, sum(lengths), 16), **sizes)
-    attention_varlen_torch.flash(made, VARLEN.inputs(made, "cpu", 0))
+    torch_reference.flash(made, VARLEN.inputs(made, "cpu", 0))
     assert given == [told, 3]
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tlxgen import loader, ops
-from tlxgen.candidates import candidates
+from tlxgen import ops
+from tlxgen.codegen import loader
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
 from tlxgen.devices import target
-from tlxgen.emit import emit
-from tlxgen.ops.gemm import ACTIVATIONS, GemmProblem
+from tlxgen.ops.gemm.problem import ACTIVATIONS, GemmProblem
+from tlxgen.space.candidates import candidates
 
 GEMM = ops.get("gemm")
 H200 = target("h200")

@@ -14,15 +14,18 @@ from hypothesis import strategies as st
 
 import tlxgen
 from tests.simulated import launch
-from tlxgen import accuracy, devices, loader, ops, space
-from tlxgen.candidates import candidates
+from tlxgen import devices, ops
+from tlxgen.codegen import loader
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
-from tlxgen.emit import emit
 from tlxgen.errors import InvalidProblemError, LaunchError
-from tlxgen.ops import grouped_gemm_torch
-from tlxgen.ops.grouped_gemm_problem import EPILOGUES, GroupedGemmProblem, drawn_sizes
-from tlxgen.selection import select
+from tlxgen.ops import accuracy
+from tlxgen.ops.grouped_gemm import torch_reference
+from tlxgen.ops.grouped_gemm.problem import EPILOGUES, GroupedGemmProblem, drawn_sizes
+from tlxgen.runtime.selection import select
 from tlxgen.simulator.check import check
+from tlxgen.space import search_space
+from tlxgen.space.candidates import candidates
 
 GROUPED = ops.get("grouped_gemm")
 H200 = devices.target("h200")
@@ -383,7 +386,7 @@ class TestKernels:
         made = spread([80] * 3 if form == "3d3d" else [40, 0, 88], 136, 72, form, layout=layout, max_rows=_room(form))
         side_by_side = {"2d3d": layout[0] == "t", "3d2d": layout[1] == "n", "2d2d": layout != "tn"}.get(form, False)
         if template == "grouped_gemm_tma" and side_by_side:  # tokens of all experts
-            illegal = space.why_illegal(GROUPED, made, config(made, template), H200)
+            illegal = search_space.why_illegal(GROUPED, made, config(made, template), H200)
             assert illegal is not None
             assert "layout" in str(illegal)
             return
@@ -431,7 +434,7 @@ class TestKernels:
     def test_a_gated_activation_in_other_layouts(self, template: str, form: Any, layout: str) -> None:
         made = spread([40, 0, 88], 144, 72, form, layout=layout, max_rows=_room(form), epilogue="swiglu")
         if template == "grouped_gemm_tma" and (form, layout) != ("masked", "tt"):
-            assert "layout" in str(space.why_illegal(GROUPED, made, config(made, template), H200))
+            assert "layout" in str(search_space.why_illegal(GROUPED, made, config(made, template), H200))
             return
         call(made, template).check()
 
@@ -638,8 +641,8 @@ class TestTorchsOwn:
     def test_matrices_that_lie_oddly_far_apart_are_copied(self) -> None:
         memory = torch.randn(3 * (16 * 24 + 3)).bfloat16()
         oddly = memory.as_strided((3, 16, 24), (16 * 24 + 3, 24, 1))
-        found = grouped_gemm_torch._taken(oddly)
+        found = torch_reference._taken(oddly)
         assert torch.equal(found, oddly)
         assert found.stride(0) % 8 == 0
         whole = oddly.contiguous()
-        assert grouped_gemm_torch._taken(whole) is whole
+        assert torch_reference._taken(whole) is whole

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from benchmarks import overhead
-from tlxgen import devices, functional, ops, plans, runtime
+from tlxgen import devices, functional, ops
 from tlxgen.devices import target
+from tlxgen.runtime import kernel, plans
 
 H200 = target("h200")
 
@@ -44,8 +45,8 @@ def card(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[
     monkeypatch.setattr(plans, "raw_stream", lambda _: 0)
     monkeypatch.setattr(plans, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(runtime, "_refuse_other_devices", lambda *_: None)
-    monkeypatch.setattr(runtime, "_current_device", lambda: 0)
+    monkeypatch.setattr(kernel, "_refuse_other_devices", lambda *_: None)
+    monkeypatch.setattr(kernel, "_current_device", lambda: 0)
     monkeypatch.setattr(devices, "detect", lambda _=None: H200)
     for name in ("gemm", "attention"):
         operator = ops.get(name)
@@ -56,9 +57,9 @@ def card(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[
     monkeypatch.setattr(overhead, "CALLS", 2)
     monkeypatch.setattr(overhead, "ROUNDS", 2)
     monkeypatch.setattr(overhead, "NEW_LENGTHS", 2)
-    runtime.forget()
+    kernel.forget()
     yield
-    runtime.forget()
+    kernel.forget()
 
 
 def test_every_part_of_a_call_is_timed_and_written(

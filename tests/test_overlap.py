@@ -12,13 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.stub_launcher import Noting, noting
-from tlxgen import ops, runtime
-from tlxgen import overlap as module
-from tlxgen.candidates import candidates
+from tlxgen import api, ops
 from tlxgen.devices import target
 from tlxgen.errors import LaunchError
-from tlxgen.overlap import overlap, overlaps_itself
-from tlxgen.runtime import Kernel
+from tlxgen.runtime import overlap as module
+from tlxgen.runtime.kernel import Kernel
+from tlxgen.runtime.overlap import overlap, overlaps_itself
+from tlxgen.space.candidates import candidates
 
 
 def x() -> torch.Tensor:
@@ -197,7 +197,7 @@ class TestCalls:
     def kernel(operator: str, shape: tuple[int, ...]) -> Kernel:
         problem = ops.get(operator).problem(shape)
         config = candidates(problem, target("h200"), (f"{operator}_vanilla",))[0]
-        return runtime.get_kernel(operator, problem, config=config)
+        return api.get_kernel(operator, problem, config=config)
 
     def test_an_output_within_packed_heads_is_refused_where_they_are_read_each_time(self) -> None:
         """Also after calls that only the addresses tell from one with an output of its own."""
@@ -227,7 +227,7 @@ class TestCalls:
     def test_room_for_the_log_sum_exp_must_be_apart_each_time_too(self) -> None:
         problem = ops.get("attention").problem((2, 2, 64, 32), lse=True)
         config = candidates(problem, target("h200"), ("attention_vanilla",))[0]
-        attend = runtime.get_kernel("attention", problem, config=config)
+        attend = api.get_kernel("attention", problem, config=config)
         q, k, v, out = (torch.zeros(2, 2, 64, 32, dtype=torch.bfloat16) for _ in range(4))
         memory = torch.zeros(4096, dtype=torch.float32)
         within_k = k.view(torch.float32).view(-1)[:256].view(2, 2, 64)

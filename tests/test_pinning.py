@@ -12,12 +12,16 @@ import pytest
 import torch
 
 import tlxgen
-from tlxgen import devices, functional, ops, runtime, selection, toolchain
-from tlxgen.candidates import candidates
+from tlxgen import devices, ops, toolchain
 from tlxgen.config import Config
 from tlxgen.devices import target
 from tlxgen.errors import InvalidConfigError, InvalidProblemError, LaunchError
-from tlxgen.pinning import Pin, as_config, pin, pinned
+from tlxgen.functional import sdpa
+from tlxgen.runtime import kernel as runtime
+from tlxgen.runtime import selection
+from tlxgen.runtime.pinning import Pin, as_config, pin, pinned
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner import on_miss
 
 H200 = target("h200")
 A100 = replace(H200, slug="a100-sxm4", sm_count=108, capability=(8, 0))
@@ -157,12 +161,12 @@ def test_attention_in_place_of_torchs_follows_pins(monkeypatch: pytest.MonkeyPat
     """What it remembers by shape is told apart by the pin."""
     problem = ops.get("attention").problem((1, 2, 64, 64))
     first, second, *_ = candidates(problem, H200)
-    monkeypatch.setattr(functional, "_choose", lambda problem, _: tlxgen.get_kernel("attention", problem))
+    monkeypatch.setattr(sdpa, "_choose", lambda problem, _: tlxgen.get_kernel("attention", problem))
     q = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
 
     def config() -> Config | None:
-        found = functional._find(q, q, q, "none", 0, 0.0, gqa=False)
-        assert isinstance(found, functional._Found)
+        found = sdpa._find(q, q, q, "none", 0, 0.0, gqa=False)
+        assert isinstance(found, sdpa._Found)
         return found.kernel(q, lse=False).config
 
     for chosen in (first, second, first):
@@ -188,7 +192,7 @@ class TestOnMiss:
             monkeypatch.setattr(selection, "_on_hopper", lambda *_, **__: selection.Choice("tuned", LAST))
             runtime._kernel.cache_clear()
 
-        monkeypatch.setattr(runtime, "_tune", tune)
+        monkeypatch.setattr(on_miss, "tune_once", tune)
         for _ in range(2):
             kernel = ask(on_miss="tune")
             assert (kernel.origin, kernel.config) == ("tuned", LAST)
@@ -197,11 +201,11 @@ class TestOnMiss:
     @pytest.mark.parametrize("gpu", [None, A100], ids=["no GPU", "a100"])
     def test_tune_does_nothing_where_nothing_can_be_tuned(self, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(devices, "detect", lambda _=None: gpu)
-        monkeypatch.setattr(runtime, "_tune", lambda *_: pytest.fail("tuned"))
+        monkeypatch.setattr(on_miss, "tune_once", lambda *_: pytest.fail("tuned"))
         assert ask(on_miss="tune").origin in ("torch", "vanilla")
 
     def test_tuning_is_refused_while_a_graph_is_captured(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from tlxgen import plans
+        from tlxgen.runtime import plans
 
         monkeypatch.setattr(plans, "is_capturing", lambda: True)
         with pytest.raises(LaunchError, match="tune before capturing"):

@@ -15,12 +15,19 @@ import torch
 
 from tests import stub_launcher
 from tests.stub_hip import LDS
-from tlxgen import attention_backward, devices, library, loader, ops, runtime, selection, space, toolchain
-from tlxgen.candidates import vanilla_config
-from tlxgen.compile import Architecture, compile_kernel
+from tlxgen import api, devices, ops, toolchain
+from tlxgen.codegen import loader
+from tlxgen.codegen.compile import Architecture, compile_kernel
+from tlxgen.codegen.emit import emit
 from tlxgen.devices import Gpu, target
-from tlxgen.emit import emit
-from tlxgen.selection import select
+from tlxgen.functional import library
+from tlxgen.ops.attention import flash
+from tlxgen.runtime import kernel as runtime
+from tlxgen.runtime import selection
+from tlxgen.runtime.selection import select
+from tlxgen.space import search_space
+from tlxgen.space.candidates import vanilla_config
+from tlxgen.tuner import on_miss
 
 H200 = target("h200")
 TABLE = Path(__file__).parent.parent / "docs" / "platforms.md"
@@ -109,7 +116,7 @@ def test_the_choice_is_what_the_table_promises(name: str, monkeypatch: pytest.Mo
 def test_plain_triton_of_every_operator_compiles_within_the_architectures_limits(name: str) -> None:
     architecture, _ = ARCHITECTURES[name]
     gpu = card(name)
-    limit = LDS.get(name) or space._device_values(gpu)["shared_memory_limit"]
+    limit = LDS.get(name) or search_space._device_values(gpu)["shared_memory_limit"]
     for operator in map(ops.get, ops.NAMES):
         problem = operator.problem(PROBLEMS[operator.name])
         config = vanilla_config(problem, gpu)
@@ -185,7 +192,7 @@ class TestAmd:
         with stub_launcher.no_card(monkeypatch, Ordinary, "cpu"):
             monkeypatch.setattr(devices, "detect", lambda _=None: None)
             rocm(monkeypatch, name)
-            kernel = runtime.get_kernel("gemm", (64, 64, 64), on_miss="ignore")
+            kernel = api.get_kernel("gemm", (64, 64, 64), on_miss="ignore")
             a, b = torch.zeros(64, 64).bfloat16(), torch.zeros(64, 64).bfloat16()
             for _ in range(6):  # nothing is replayed without a dispatcher
                 kernel(a, b)
@@ -204,15 +211,15 @@ class TestAmd:
 
     def test_nothing_is_tuned_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rocm(monkeypatch, "gfx942")
-        assert runtime._tunable(ops.get("gemm").problem((64, 64, 64)), 0) is None
+        assert on_miss._tunable(ops.get("gemm").problem((64, 64, 64))) is None
 
     def test_torchs_flash_backward_for_it_is_not_given_kernels_results(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda _: True)
         q = torch.zeros(1, 2, 16, 64).bfloat16()
         problem: Any = ops.get("attention").problem((1, 2, 16, 64))
-        assert attention_backward.flash_takes(problem, q, q, q, None)
+        assert flash.takes(problem, q, q, q, None)
         rocm(monkeypatch, "gfx942")
-        assert not attention_backward.flash_takes(problem, q, q, q, None)
+        assert not flash.takes(problem, q, q, q, None)
 
     def test_a_row_is_never_of_such_a_gpu(self) -> None:
         assert card("gfx942").key.capability == "gfx942"

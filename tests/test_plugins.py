@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tlxgen import ops, plugins
+from tlxgen import ops
+from tlxgen.startup import plugins
 
 ROOT = Path(__file__).parent.parent
 PYDANTIC, TRITON = "PYDANTIC_DISABLE_PLUGINS", "TRITON_BACKENDS_IN_TREE"
@@ -126,7 +127,7 @@ class TestVariables:
         """They might read the environment, or start a process."""
         found = of_a_new_process("""
 import json, os, threading
-from tlxgen import plugins
+from tlxgen.startup import plugins
 last = threading.Event()
 threading.Thread(target=last.wait, args=(10,)).start()
 def is_set():
@@ -143,7 +144,7 @@ print(json.dumps([beside, is_set()]))
         """Which takes seconds, and looks for plugins of its own."""
         found = of_a_new_process("""
 import importlib.abc, json, os, sys
-from tlxgen import plugins
+from tlxgen.startup import plugins
 found = {}
 class Watch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -204,7 +205,7 @@ print(json.dumps([seen, config.short]))
         code = """
 import json
 from pydantic import BaseModel
-from tlxgen import plugins
+from tlxgen.startup import plugins
 before = list(plugins._to_come())
 class Mine(BaseModel):
     x: int
@@ -216,7 +217,7 @@ print(json.dumps([before, list(plugins._to_come())]))
 class TestTriton:
     IMPORT = """
 import json
-from tlxgen import plugins
+from tlxgen.startup import plugins
 with plugins.spared():
     import triton.backends
 found = triton.backends.backends

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlxgen import ops
-from tlxgen.candidates import candidates
 from tlxgen.devices import Gpu
 from tlxgen.errors import InvalidProblemError
-from tlxgen.ops.gemm import ACTIVATIONS, EPILOGUE_PARTS, GemmProblem
-from tlxgen.ops.vector_add import VectorAddProblem
+from tlxgen.ops.gemm.problem import ACTIVATIONS, EPILOGUE_PARTS, GemmProblem
+from tlxgen.ops.vector_add.problem import VectorAddProblem
 from tlxgen.problem import dtype_name, torch_dtype
+from tlxgen.space.candidates import candidates
 
 GEMM = ops.get("gemm")
 VECTOR_ADD = ops.get("vector_add")

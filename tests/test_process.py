@@ -17,7 +17,7 @@ import pytest
 
 from tests.processes import is_running, wait_until
 from tlxgen.errors import CompileError
-from tlxgen.process import Child, ChildDiedError, ChildTimeoutError
+from tlxgen.tuner.process import Child, ChildDiedError, ChildTimeoutError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -199,7 +199,7 @@ class TestParents:
         script.write_text(
             "import sys, jobs\n"
             "from pathlib import Path\n"
-            "from tlxgen.process import Child\n"
+            "from tlxgen.tuner.process import Child\n"
             "Child().call(jobs.Sleep(Path(sys.argv[1])), 3600)\n"
         )
         parent = self.start(script, str(note))
@@ -214,7 +214,7 @@ class TestParents:
         script, note = tmp_path / "parent.py", tmp_path / "pid"
         script.write_text(
             "import sys, jobs\n"
-            "from tlxgen.process import Child\n"
+            "from tlxgen.tuner.process import Child\n"
             "open(sys.argv[1], 'w').write(str(Child().call(jobs.pid, 60)))\n"
         )
         assert self.start(script, str(note)).wait(60) == 0
@@ -225,7 +225,7 @@ class TestParents:
         script, note = tmp_path / "script.py", tmp_path / "runs"
         script.write_text(
             "import sys, jobs\n"
-            "from tlxgen.process import Child\n"
+            "from tlxgen.tuner.process import Child\n"
             "open(sys.argv[1], 'a').write('run ')\n"
             "assert Child().call(jobs.count, 60) == 1\n"
         )
@@ -241,7 +241,7 @@ class TestParents:
             f"sys.path[:0] = {PATH.split(os.pathsep)!r}\n"
             "sys.path.append(Path('nowhere'))  # as notebooks do, though Python itself skips it\n"
             "import jobs\n"
-            "from tlxgen.process import Child\n"
+            "from tlxgen.tuner.process import Child\n"
             "assert Child().call(jobs.count, 60) == 1\n"
         )
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

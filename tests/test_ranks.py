@@ -13,7 +13,7 @@ CHOOSE = """
 import sys, time
 time.sleep(float(sys.argv[1]))
 from tlxgen import devices, ops
-from tlxgen.selection import select
+from tlxgen.runtime.selection import select
 for operator, shape in (("gemm", (3000, 4096, 4096)), ("attention", (2, 32, 3000, 128)), ("gemm", (4096, 4096, 4096))):
     choice = select(ops.get(operator).problem(shape), devices.target("h200"))
     print(choice.origin, choice.config.short)
@@ -21,9 +21,9 @@ for operator, shape in (("gemm", (3000, 4096, 4096)), ("attention", (2, 32, 3000
 
 COMPILE = """
 from tlxgen import devices, ops
-from tlxgen.candidates import default_config
-from tlxgen.compile import compile_candidate
-from tlxgen.emit import emit
+from tlxgen.space.candidates import default_config
+from tlxgen.codegen.compile import compile_candidate
+from tlxgen.codegen.emit import emit
 gemm = ops.get("gemm")
 problem = gemm.problem((4096, 4096, 4096))
 binary = compile_candidate(emit(gemm, problem, default_config(problem, devices.target("h200"))), (9, 0))

@@ -23,20 +23,25 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.recorded import RecordedCard
-from tlxgen import cli, cli_regress, devices, gpu_lock, ops, paths, shipped, space
-from tlxgen.compile import Binary
+from tlxgen import devices, ops, paths
+from tlxgen.cli import app, regress
+from tlxgen.codegen.compile import Binary
+from tlxgen.codegen.emit import emit
+from tlxgen.codegen.facts import Facts
 from tlxgen.config import Config
+from tlxgen.db import shipped
+from tlxgen.db.record import TunedRecord
 from tlxgen.devices import target
-from tlxgen.emit import emit
 from tlxgen.errors import CompileError, OutputError, TlxgenError, TuningError, UnsupportedDeviceError
-from tlxgen.facts import Facts
-from tlxgen.measure import PEER, DeviceReport, Gate, Measure, Setup, Verdict
-from tlxgen.process import ChildDiedError, ChildTimeoutError
-from tlxgen.record import TunedRecord
+from tlxgen.ops.command_line import command
 from tlxgen.regress import ratchet, report, retime, rows
-from tlxgen.regress.findings import CHECKS, Finding, Outcome, Row, command
+from tlxgen.regress.findings import CHECKS, Finding, Outcome, Row
+from tlxgen.space import search_space
 from tlxgen.toolchain import toolchain
-from tlxgen.trials import LIMIT_S, Card
+from tlxgen.tuner import gpu_lock
+from tlxgen.tuner.card import LIMIT_S, Card
+from tlxgen.tuner.measure import PEER, DeviceReport, Gate, Measure, Setup, Verdict
+from tlxgen.tuner.process import ChildDiedError, ChildTimeoutError
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = paths.SHIPPED_CACHE / "h200.jsonl"
@@ -175,7 +180,7 @@ class TestRows:
     def test_a_config_in_the_space_and_not_legal(self) -> None:
         illegal = with_params(GEMM, block_n=256, block_m=128, num_stages=8)
         operator = ops.get("gemm")
-        legal = space.why_illegal(operator, operator.problem(GEMM.key.problem), illegal.config, target("h200"))
+        legal = search_space.why_illegal(operator, operator.problem(GEMM.key.problem), illegal.config, target("h200"))
         assert legal
         assert "does not hold" in legal
         assert only(illegal).what == legal
@@ -327,8 +332,8 @@ def test_so_does_that_of_other_operators(operator: str, sizes: tuple[int, ...], 
 def assert_means(problem: Any) -> None:
     """By way of the command line's own parser."""
     context = click_command("tune").make_context("tune", shlex.split(command("tune", problem))[2:])
-    options = {**dict.fromkeys(cli._PROBLEM_OPTIONS), **context.params}
-    assert cli.parse(options["operator"], options["sizes"], **cli._problem_options(options)) == problem
+    options = {**dict.fromkeys(app._PROBLEM_OPTIONS), **context.params}
+    assert app.parse(options["operator"], options["sizes"], **app._problem_options(options)) == problem
 
 
 class TestRatchet:
@@ -686,7 +691,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*words: object, status: int = 0) -> str:
     """What `tlxgen regress` prints."""
-    result = CliRunner().invoke(cli.app, ["regress", *map(str, words)])
+    result = CliRunner().invoke(app.app, ["regress", *map(str, words)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == status, result.output
@@ -947,10 +952,10 @@ class TestCommandOnAGpu:
     ) -> None:
         monkeypatch.setattr(gpu_lock, "other_processes", lambda gpu: 2)
         told: list[str] = []
-        monkeypatch.setattr(cli_regress, "_report", lambda *_: None)
+        monkeypatch.setattr(regress, "_report", lambda *_: None)
         log = SimpleNamespace(print=lambda text, **_: told.append(text), status=lambda text: quiet())
         options = {"update": False, "suites": None, "gpu": None, "workers": None}
-        cli_regress.run([], cli_regress.Outputs(), log=log, **options)  # type: ignore[arg-type]
+        regress.run([], regress.Outputs(), log=log, **options)  # type: ignore[arg-type]
         assert any("2 other process(es)" in line for line in told)
 
 
@@ -979,7 +984,7 @@ def test_the_example_s_workflow_asks_for_what_there_is() -> None:
 
 @cache
 def click_command(name: str) -> Any:
-    return cli.typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
+    return app.typer.main.get_command(app.app).commands[name]  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from tests.stub_launcher import Noted, Noting, noting
-from tlxgen import ops, plans, repeat, replay, runtime
-from tlxgen.candidates import candidates
+from tlxgen import api, ops
 from tlxgen.devices import target
 from tlxgen.errors import LaunchError
 from tlxgen.problem import Problem
-from tlxgen.runtime import Kernel
+from tlxgen.runtime import kernel as runtime
+from tlxgen.runtime import plans, repeat, replay
+from tlxgen.runtime.kernel import Kernel
+from tlxgen.space.candidates import candidates
 
 H200 = target("h200")
 GEMM = ops.get("gemm")
@@ -61,7 +63,7 @@ def static(problem: Problem, template: str) -> Kernel:
     """A kernel without scratch, so that all that it reads is known."""
     legal = candidates(problem, H200, (template,))
     config = next(config for config in legal if config.params.get("schedule") != "dynamic")
-    return runtime.get_kernel(problem.operator, problem, config=config)
+    return api.get_kernel(problem.operator, problem, config=config)
 
 
 def ab() -> tuple[Tensor, Tensor]:
@@ -388,7 +390,7 @@ def test_every_operator_has_the_same_launches_again(name: str, general: list[str
     }
     operator = ops.get(name)
     problem = operator.problem(shapes[name])
-    kernel = runtime.get_kernel(name, problem)
+    kernel = api.get_kernel(name, problem)
     inputs = operator.inputs(problem, "cpu", 0)
     out = operator.output(problem, inputs)
     for _ in range(5):
@@ -466,7 +468,7 @@ class TestOutputsThatShareMemory:
 
 
 def test_a_module_that_holds_a_kernel_is_copied_and_pickled() -> None:
-    kernel = runtime.get_kernel("gemm", gemm())
+    kernel = api.get_kernel("gemm", gemm())
     module: Any = torch.nn.Identity()
     module.kernel = kernel
     assert copy.deepcopy(module).kernel is kernel

@@ -14,13 +14,13 @@ import stub_card  # type: ignore[import-not-found] # conftest.py makes it import
 from benchmarks import repeatability
 from benchmarks.load import Load, beside
 from benchmarks.repeatability import orders, shipped_config, strangers, top
-from tlxgen import devices, gpu_lock, ops, paths, tune
-from tlxgen.candidates import candidates
+from tlxgen import devices, ops, paths
+from tlxgen.db.record import TunedRecord, tuning_key
+from tlxgen.db.shipped import dump
 from tlxgen.errors import TuningError
-from tlxgen.keys import tuning_key
-from tlxgen.record import TunedRecord
-from tlxgen.shipped import dump
-from tlxgen.trials import Timing
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner import gpu_lock, tune
+from tlxgen.tuner.card import Timing
 
 H200 = devices.target("h200")
 LABEL = "gemm 512 4096 4096 bf16 nn"

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from tests.simulated import launch
 from tests.stub_launcher import Noting, read
-from tlxgen import loader, ops, plans
-from tlxgen.candidates import candidates
+from tlxgen import ops
+from tlxgen.codegen import loader
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
 from tlxgen.devices import target
-from tlxgen.emit import emit
-from tlxgen.launch import SlimDescriptor
 from tlxgen.problem import Problem
-from tlxgen.replay import Replay, Scratch, trace
+from tlxgen.runtime import plans
+from tlxgen.runtime.launch import SlimDescriptor
+from tlxgen.runtime.replay import Replay, Scratch, trace
+from tlxgen.space.candidates import candidates
 
 H200 = target("h200")
 

@@ -17,17 +17,18 @@ import pytest
 import torch
 
 import tlxgen
-from tlxgen import devices, ops, plans, runtime, selection, toolchain
-from tlxgen.candidates import candidates, default_config, vanilla_config
+from tlxgen import devices, ops, toolchain
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.config import Config
+from tlxgen.db.record import TunedRecord, tuning_key
+from tlxgen.db.store import Store
 from tlxgen.devices import Gpu, target
-from tlxgen.emit import KernelSource, emit
 from tlxgen.errors import InvalidProblemError, LaunchError, NoKernelError
-from tlxgen.keys import tuning_key
-from tlxgen.ops.gemm import GemmProblem
-from tlxgen.record import TunedRecord
-from tlxgen.runtime import FallbackWarning, Kernel, select
-from tlxgen.store import Store
+from tlxgen.ops.gemm.problem import GemmProblem
+from tlxgen.runtime import kernel as runtime
+from tlxgen.runtime import plans, selection
+from tlxgen.runtime.kernel import FallbackWarning, Kernel, select
+from tlxgen.space.candidates import candidates, default_config, vanilla_config
 
 ROOT = Path(__file__).parent.parent
 GEMM = ops.get("gemm")
@@ -93,7 +94,7 @@ class TestImports:
             "import sys, warnings, tlxgen\n"
             "warnings.simplefilter('ignore')\n"
             "tlxgen.get_kernel('gemm', (8, 8, 8))\n"
-            "tuner = {'optuna', 'sqlalchemy', 'tlxgen.tune', 'tlxgen.search', 'typer', 'rich'}\n"
+            "tuner = {'optuna', 'sqlalchemy', 'tlxgen.tuner.tune', 'tlxgen.tuner.search', 'typer', 'rich'}\n"
             "print(*sorted(tuner & set(sys.modules)))\n"
         )
         assert self.run(script) == ""
@@ -103,7 +104,7 @@ class TestImports:
             "import sys\n"
             "from tlxgen import ops\n"
             "from tlxgen.devices import target\n"
-            "from tlxgen.selection import select\n"
+            "from tlxgen.runtime.selection import select\n"
             "assert select(ops.get('gemm').problem((4096, 4096, 4096)), target('h200')).config is not None\n"
             "print(*sorted({'optuna', 'sqlite_utils', 'typer', 'rich', 'triton'} & set(sys.modules)))\n"
         )

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tlxgen.config import Config, Value
 from tlxgen.errors import InvalidConfigError, ToolchainError
-from tlxgen.search import (
+from tlxgen.tuner.search import (
     SEARCHES,
     ExhaustiveSearch,
     OptunaSearch,
@@ -240,7 +240,7 @@ def test_a_missing_package_is_named(sampler: str, package: str, monkeypatch: pyt
 
 
 def test_importing_the_module_imports_no_optuna() -> None:
-    script = "import sys, tlxgen.search; print({'optuna', 'torch', 'scipy'} & set(sys.modules) or 'none')"
+    script = "import sys, tlxgen.tuner.search; print({'optuna', 'torch', 'scipy'} & set(sys.modules) or 'none')"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, '.'); {script}"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "none"
 

@@ -17,18 +17,19 @@ import pytest
 import torch
 
 from tests.stub_launcher import no_card
-from tlxgen import devices, ops, plans, runtime
-from tlxgen.candidates import candidates, favourite
+from tlxgen import api, devices, ops
+from tlxgen.codegen.emit import emit
+from tlxgen.db.record import TunedRecord, tuning_key
+from tlxgen.db.store import MOST_UNTUNED, Store
 from tlxgen.devices import target
-from tlxgen.emit import emit
 from tlxgen.errors import LaunchError
-from tlxgen.keys import tuning_key
-from tlxgen.launch import SlimDescriptor
-from tlxgen.plans import Once
 from tlxgen.problem import Problem
-from tlxgen.record import TunedRecord
-from tlxgen.runtime import Kernel
-from tlxgen.store import MOST_UNTUNED, Store
+from tlxgen.runtime import kernel as runtime
+from tlxgen.runtime import plans
+from tlxgen.runtime.kernel import Kernel
+from tlxgen.runtime.launch import SlimDescriptor
+from tlxgen.runtime.plans import Once
+from tlxgen.space.candidates import candidates, favourite
 
 H200 = target("h200")
 LENGTHS = random.Random(0).choices(range(1, 8193), k=500)
@@ -64,7 +65,7 @@ def card(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[
 
 
 def call(problem: Problem, **more: Any) -> Kernel:
-    kernel = runtime.get_kernel(problem.operator, problem)
+    kernel = api.get_kernel(problem.operator, problem)
     kernel(**ops.get(problem.operator).inputs(problem, "meta", 0), **more)
     return kernel
 
@@ -118,7 +119,7 @@ def test_a_growing_cache_of_keys_keeps_one_module_one_binary_and_few_notes() -> 
     cache = torch.empty(16, 8, 8192, 128, dtype=torch.bfloat16, device="meta")
     q = torch.empty(16, 32, 1, 128, dtype=torch.bfloat16, device="meta")
     for length in range(4096, 4608):
-        kernel = runtime.get_kernel("attention", decoding(length))
+        kernel = api.get_kernel("attention", decoding(length))
         kernel(q, cache[:, :, :length], cache[:, :, :length])
     assert len(Counting.made) == 1
     assert len(modules() - before) <= 1
@@ -176,7 +177,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 class TestPlans:
     def test_of_other_strides_share_a_binary_where_triton_does(self) -> None:
-        kernel = runtime.get_kernel("gemm", gemm(512))
+        kernel = api.get_kernel("gemm", gemm(512))
         b = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta").T
         for pitch in (4096, 4112, 8192):
             kernel(torch.empty(512, pitch, dtype=torch.bfloat16, device="meta")[:, :4096], b)
@@ -193,7 +194,7 @@ class TestPlans:
         problem = gemm(512)
         a, b, *_ = candidates(problem, H200, ("gemm_vanilla",))
         for config in (a, b, a):
-            kernel = runtime.get_kernel("gemm", problem, config=config)
+            kernel = api.get_kernel("gemm", problem, config=config)
             kernel(**ops.get("gemm").inputs(problem, "meta", 0))
         assert len(Counting.made) == 2
         first, second, third = (module for module, _ in Counting.launched)
@@ -230,7 +231,7 @@ class TestPlans:
         assert len(Counting.made) == len(set(Counting.made)) == len(plans.LOADED)
 
     def test_kernels_do_not_pile_up(self) -> None:
-        kernel = runtime.get_kernel("gemm", gemm(64))
+        kernel = api.get_kernel("gemm", gemm(64))
         b = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta").T
         for extra in range(300):
             kernel(torch.empty(64, 4096 + 16 * extra, dtype=torch.bfloat16, device="meta")[:, :4096], b)
@@ -287,16 +288,16 @@ def test_the_list_of_what_to_tune_has_an_end() -> None:
 def test_selection_is_told_apart_by_pins() -> None:
     problem = gemm(512)
     config = candidates(problem, H200, ("gemm_vanilla",))[0]
-    default = runtime.get_kernel("gemm", problem)
-    assert runtime.get_kernel("gemm", problem, config=config).config == config
-    assert runtime.get_kernel("gemm", problem) is default
+    default = api.get_kernel("gemm", problem)
+    assert api.get_kernel("gemm", problem, config=config).config == config
+    assert api.get_kernel("gemm", problem) is default
 
 
 class TestRefusals:
     def test_gradients_that_a_kernel_would_not_record(self) -> None:
         """A model that trains where torch computes must not stop to learn where a kernel does."""
         problem = gemm(512)
-        kernel = runtime.get_kernel("gemm", problem)
+        kernel = api.get_kernel("gemm", problem)
         inputs = ops.get("gemm").inputs(problem, "meta", 0)
         inputs["a"].requires_grad_()
         with pytest.raises(LaunchError, match=r"requires gradients.*tlxgen\.functional"):
@@ -321,11 +322,11 @@ class TestSecondCalls:
     @pytest.fixture
     def ab(self) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = ops.get("gemm").inputs(gemm(512), "meta", 0)
-        runtime.get_kernel("gemm", gemm(512))(inputs["a"], inputs["b"])
+        api.get_kernel("gemm", gemm(512))(inputs["a"], inputs["b"])
         return inputs["a"], inputs["b"]
 
     def test_launch_the_same_plan(self, ab: tuple[torch.Tensor, torch.Tensor]) -> None:
-        kernel = runtime.get_kernel("gemm", gemm(512))
+        kernel = api.get_kernel("gemm", gemm(512))
         results = [kernel(*ab) for _ in range(3)]
         assert {(result.shape, result.dtype) for result in results} == {((512, 4096), torch.bfloat16)}
         assert (len(Counting.made), len(Counting.launched)) == (1, 4)
@@ -344,15 +345,15 @@ class TestSecondCalls:
     def test_are_refused_as_first_ones(self, other: Any, ab: tuple[torch.Tensor, torch.Tensor]) -> None:
         a, b = ab
         with pytest.raises(LaunchError):
-            runtime.get_kernel("gemm", gemm(512))(other(a), b)
+            api.get_kernel("gemm", gemm(512))(other(a), b)
         with pytest.raises(LaunchError):
-            runtime.get_kernel("gemm", gemm(512))(a)
+            api.get_kernel("gemm", gemm(512))(a)
         with pytest.raises(LaunchError):
-            runtime.get_kernel("gemm", gemm(512))(a, b, a)
+            api.get_kernel("gemm", gemm(512))(a, b, a)
         assert len(Counting.launched) == 1
 
     def test_other_strides_get_a_plan_of_their_own(self, ab: tuple[torch.Tensor, torch.Tensor]) -> None:
-        kernel = runtime.get_kernel("gemm", gemm(512))
+        kernel = api.get_kernel("gemm", gemm(512))
         assert kernel.config is not None
         assert kernel.config.template != "gemm_vanilla"
         kernel(torch.empty(512, 4097, dtype=torch.bfloat16, device="meta")[:, :4096], ab[1])  # no row is aligned
@@ -360,7 +361,7 @@ class TestSecondCalls:
 
     def test_the_arguments_are_those_of_the_emitted_module(self, ab: tuple[torch.Tensor, torch.Tensor]) -> None:
         """A plan has a faster division; nothing else differs."""
-        (plan,) = runtime.get_kernel("gemm", gemm(512))._plans.values()
+        (plan,) = api.get_kernel("gemm", gemm(512))._plans.values()
         assert isinstance(plan, plans.KernelPlan)
         module, grid = Counting.launched[0]
         out = torch.empty(512, 4096, dtype=torch.bfloat16, device="meta")
@@ -372,7 +373,7 @@ class TestSecondCalls:
     def test_negated_views_are_refused(self) -> None:
         z = torch.zeros(512, 512, dtype=torch.complex64)
         with pytest.raises(LaunchError, match="resolve_neg"):
-            runtime.get_kernel("gemm", (512, 512, 512), dtype="fp32")(z.conj().imag, torch.zeros(512, 512))
+            api.get_kernel("gemm", (512, 512, 512), dtype="fp32")(z.conj().imag, torch.zeros(512, 512))
 
 
 class OutOfResources(Exception):  # noqa: N818 - as Triton's is called

@@ -14,16 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.records import NOON, a_record
-from tlxgen import database, paths
+from tlxgen import paths
 from tlxgen.config import Config
+from tlxgen.db import sqlite
+from tlxgen.db.shipped import dump, import_shipped, load
+from tlxgen.db.store import MEMORY, CacheWarning, Store
 from tlxgen.errors import CacheError
-from tlxgen.shipped import dump, import_shipped, load
-from tlxgen.store import MEMORY, CacheWarning, Store
 
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    with Store(database.in_memory(), MEMORY, writable=False) as opened:
+    with Store(sqlite.in_memory(), MEMORY, writable=False) as opened:
         yield opened
 
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tlxgen.simulator.accesses import Access
-from tlxgen.simulator.barriers import Arrival, BarrierError, Mbarrier, NamedBarrier, Phases
-from tlxgen.simulator.clocks import IN_FLIGHT, Clock, Knowledge
 from tlxgen.simulator.findings import Place
-from tlxgen.simulator.tasks import Cluster, Cta, Queue, Task
+from tlxgen.simulator.machine.accesses import Access
+from tlxgen.simulator.machine.barriers import Arrival, BarrierError, Mbarrier, NamedBarrier, Phases
+from tlxgen.simulator.machine.clocks import IN_FLIGHT, Clock, Knowledge
+from tlxgen.simulator.machine.tasks import Cluster, Cta, Queue, Task
 
 # ---- two statements of the PTX rules, neither of them the simulator's
 

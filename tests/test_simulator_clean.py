@@ -7,12 +7,12 @@ import random
 import pytest
 
 from tlxgen import devices, ops
-from tlxgen.candidates import candidates
-from tlxgen.emit import KernelSource, emit
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.errors import TuningError
 from tlxgen.ops.base import Operator
 from tlxgen.problem import Problem
 from tlxgen.simulator.check import check, small_cases
+from tlxgen.space.candidates import candidates
 
 H200 = devices.target("h200")
 GEMM, ATTENTION, VECTOR_ADD = ops.get("gemm"), ops.get("attention"), ops.get("vector_add")

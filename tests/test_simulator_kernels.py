@@ -18,7 +18,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlxgen.simulator.findings import Finding
-from tlxgen.simulator.machine import POLICIES, Limits, Machine, Policy
+from tlxgen.simulator.machine.machine import POLICIES, Limits, Machine, Policy
 from tlxgen.simulator.program import Program, load
 
 SEEDS = range(3)

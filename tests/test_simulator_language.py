@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton.language.semantic import TritonSemantic
 
-from tlxgen.simulator.blocks import (
+from tlxgen.simulator.dtypes import SCALARS, numpy_dtype
+from tlxgen.simulator.language.blocks import (
     Block,
     as_block,
     builtin_max,
@@ -23,8 +24,7 @@ from tlxgen.simulator.blocks import (
     builtin_range,
     normalise,
 )
-from tlxgen.simulator.dtypes import SCALARS, numpy_dtype
-from tlxgen.simulator.language import Language, UnsupportedOperationError
+from tlxgen.simulator.language.namespace import Language, UnsupportedOperationError
 
 TORCH = {
     "fp16": torch.float16,

@@ -12,9 +12,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlxgen.errors import InvalidProblemError
-from tlxgen.simulator.descriptors import Descriptor
 from tlxgen.simulator.findings import Finding
-from tlxgen.simulator.machine import POLICIES, Machine, Policy
+from tlxgen.simulator.language.descriptors import Descriptor
+from tlxgen.simulator.machine.machine import POLICIES, Machine, Policy
 from tlxgen.simulator.program import Program, load
 
 HEAD = "import triton\nimport triton.language as tl\nimport triton.language.extra.tlx as tlx\n"

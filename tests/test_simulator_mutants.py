@@ -9,7 +9,7 @@ import pytest
 
 from tests import emitted
 from tests.mutants import Mutant, mutants
-from tlxgen.emit import KernelSource
+from tlxgen.codegen.emit import KernelSource
 from tlxgen.simulator.check import check
 
 #: Slips that change nothing, reviewed one by one: pattern of their names → why they are harmless.

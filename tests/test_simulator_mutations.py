@@ -28,7 +28,7 @@ from tests.emitted import (
     VECTOR,
     WEIGHT_GRADIENT,
 )
-from tlxgen.emit import KernelSource
+from tlxgen.codegen.emit import KernelSource
 from tlxgen.simulator.check import check
 
 

@@ -21,9 +21,9 @@ import torch
 from triton.language.extra import tlx
 
 from tlxgen.simulator.findings import Finding
-from tlxgen.simulator.machine import POLICIES, Machine, Policy
+from tlxgen.simulator.machine.machine import POLICIES, Machine, Policy
 from tlxgen.simulator.program import Kernel, Program, load
-from tlxgen.simulator.tlx_namespace import Tlx
+from tlxgen.simulator.tlx.namespace import Tlx
 
 SEEDS = (0, 1)
 GEMM_ERROR, ATTENTION_ERROR = 5e-4, 1e-3  #: of fp16 results, as norms

@@ -8,8 +8,9 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tlxgen import misses, ops
-from tlxgen.size_classes import representative, rounded_down
+from tlxgen import ops
+from tlxgen.db import misses
+from tlxgen.space.size_classes import representative, rounded_down
 
 SIZES = st.integers(0, 2**24)
 DIVISORS = st.sampled_from([1, 2, 4, 8, 16])

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tlxgen import ops, paths, space
+from tlxgen import ops, paths
 from tlxgen.config import Config, Value
-from tlxgen.constraint import Constraint, Evaluator
 from tlxgen.devices import TARGETS, Gpu
 from tlxgen.errors import InvalidConfigError
 from tlxgen.ops.base import Resources
 from tlxgen.problem import Problem
+from tlxgen.space import search_space
+from tlxgen.space.constraint import Constraint, Evaluator
 
 H200 = TARGETS["h200"]
 
@@ -111,18 +112,18 @@ def brute_force(m: int) -> list[Config]:
 
 @pytest.mark.parametrize("m", [1, 256, 4096])
 def test_legal_configs_are_what_the_constraints_say(tiles: Any, m: int) -> None:
-    assert space.legal_configs(tiles, TileProblem(M=m), H200, ["tiles"]) == brute_force(m)
+    assert search_space.legal_configs(tiles, TileProblem(M=m), H200, ["tiles"]) == brute_force(m)
 
 
 def test_all_templates_in_order_and_always_the_same(tiles: Any) -> None:
-    legal = space.legal_configs(tiles, TileProblem(M=4096), H200)
+    legal = search_space.legal_configs(tiles, TileProblem(M=4096), H200)
     assert [c.template for c in legal[-2:]] == ["plain", "plain"]
     assert len(legal) == len(set(legal))
-    assert legal == space.legal_configs(tiles, TileProblem(M=4096), H200, ("tiles", "plain"))
+    assert legal == search_space.legal_configs(tiles, TileProblem(M=4096), H200, ("tiles", "plain"))
 
 
 def test_values_keep_their_types(tiles: Any) -> None:
-    config = space.legal_configs(tiles, TileProblem(M=4096), H200)[0]
+    config = search_space.legal_configs(tiles, TileProblem(M=4096), H200)[0]
     assert {name: type(value) for name, value in config.params.items()} == {
         "block_m": int, "block_n": int, "stages": int, "store": str, "split": bool
     }  # fmt: skip
@@ -130,11 +131,11 @@ def test_values_keep_their_types(tiles: Any) -> None:
 
 def test_legal_and_why_illegal_agree_everywhere(tiles: Any) -> None:
     problem = TileProblem(M=700)
-    legal = set(space.legal_configs(tiles, problem, H200))
-    parameters = space.load("tiles").parameters
+    legal = set(search_space.legal_configs(tiles, problem, H200))
+    parameters = search_space.load("tiles").parameters
     for values in itertools.product(*(p.choices for p in parameters.values())):
         config = Config(template="tiles", params=dict(zip(parameters, values, strict=True)))
-        assert (space.why_illegal(tiles, problem, config, H200) is None) == (config in legal)
+        assert (search_space.why_illegal(tiles, problem, config, H200) is None) == (config in legal)
 
 
 GOOD: dict[str, Value] = {"block_m": 128, "block_n": 128, "stages": 2, "store": "tma", "split": False}
@@ -167,13 +168,13 @@ GOOD: dict[str, Value] = {"block_m": 128, "block_n": 128, "stages": 2, "store": 
     ],
 )
 def test_why_illegal(tiles: Any, template: str, params: dict[str, Value], reason: str | None) -> None:
-    found = space.why_illegal(tiles, TileProblem(M=256), Config(template=template, params=params), H200)
+    found = search_space.why_illegal(tiles, TileProblem(M=256), Config(template=template, params=params), H200)
     assert found == (reason and reason.replace("LIMIT", "shared_memory_limit"))
 
 
 def test_unknown_templates_are_refused(tiles: Any) -> None:
     with pytest.raises(InvalidConfigError, match="template 'cubes' is not one of tiling's: tiles, plain"):
-        space.legal_configs(tiles, TileProblem(M=1), H200, ["cubes"])
+        search_space.legal_configs(tiles, TileProblem(M=1), H200, ["cubes"])
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_unknown_templates_are_refused(tiles: Any) -> None:
 )
 def test_the_language(write: Write, constraint: str, legal: Sequence[tuple[int, int]]) -> None:
     write(one(constraint))
-    configs = space.legal_configs(tiling(), TileProblem(M=7), H200, ["tiles"])
+    configs = search_space.legal_configs(tiling(), TileProblem(M=7), H200, ["tiles"])
     assert [(c.params["a"], c.params["b"]) for c in configs] == list(legal)
 
 
@@ -208,20 +209,20 @@ def test_what_the_language_leaves_out_is_refused_on_loading(expression: str) -> 
 def test_unknown_names_are_refused_before_any_config(write: Write) -> None:
     write(one("a <= N"))
     with pytest.raises(InvalidConfigError, match="'a <= N' reads 'N', which is not known; known are M, a, accum"):
-        space.legal_configs(tiling(), TileProblem(M=1), H200, ["tiles"])
+        search_space.legal_configs(tiling(), TileProblem(M=1), H200, ["tiles"])
 
 
 def test_a_parameter_must_not_hide_a_variable(write: Write) -> None:
     write(one("M > 0", parameters="{M: [1]}"))
     with pytest.raises(InvalidConfigError, match="parameter 'M' is also a variable of tiling; rename one"):
-        space.legal_configs(tiling(), TileProblem(M=1), H200, ["tiles"])
+        search_space.legal_configs(tiling(), TileProblem(M=1), H200, ["tiles"])
 
 
 @pytest.mark.parametrize("constraint", ["M % (a - 1) == 0", 'a < even + M * "x"'])
 def test_an_expression_without_a_value_is_an_error_of_the_file(write: Write, constraint: str) -> None:
     write(one(constraint))
     with pytest.raises(InvalidConfigError, match=r"search space tiles: .* has no value at M=4, a=1"):
-        space.legal_configs(tiling(), TileProblem(M=4), H200, ["tiles"])
+        search_space.legal_configs(tiling(), TileProblem(M=4), H200, ["tiles"])
 
 
 @pytest.mark.parametrize(
@@ -254,46 +255,48 @@ def test_an_expression_without_a_value_is_an_error_of_the_file(write: Write, con
 def test_files_that_break_a_rule(write: Write, text: str, message: str) -> None:
     write(text)
     with pytest.raises(InvalidConfigError, match=rf"search space .*tiles\.yaml.*{message}") as caught:
-        space.load("tiles")
+        search_space.load("tiles")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("template", ["missing", "../tiles", ""])
 def test_a_template_without_a_file(tiles: Any, template: str) -> None:
     with pytest.raises(InvalidConfigError, match=r"has no search space .*; there are: plain, tiles"):
-        space.load(template)
+        search_space.load(template)
 
 
 def test_loading_is_cached(tiles: Any) -> None:
-    assert space.load("tiles") is space.load("tiles")
+    assert search_space.load("tiles") is search_space.load("tiles")
 
 
 def test_spaces_are_frozen(tiles: Any) -> None:
     with pytest.raises(ValueError, match="frozen"):
-        space.load("tiles").summary = "another"
+        search_space.load("tiles").summary = "another"
 
 
 def test_the_hash_follows_meaning_not_prose(write: Write) -> None:
     def hash_of(text: str, name: str) -> str:
         write(text.replace("template: tiles", f"template: {name}"), name)
-        return space.Space.model_validate(space.load(name).model_dump() | {"template": "same"}).hash
+        return search_space.Space.model_validate(search_space.load(name).model_dump() | {"template": "same"}).hash
 
     base = hash_of(TILES, "base")
     assert hash_of(TILES.replace("rows of wgmma", "other words"), "prose") == base
     assert hash_of(TILES.replace("[2, 4, 8]", "[2, 4]"), "fewer") != base
     assert hash_of(TILES.replace("4 * block_m", "2 * block_m"), "looser") != base
-    assert space.space_hash("base") != space.space_hash("prose")  # two templates, whatever they share
-    assert len(space.space_hash("base")) == 32
+    assert search_space.space_hash("base") != search_space.space_hash("prose")  # two templates, whatever they share
+    assert len(search_space.space_hash("base")) == 32
 
 
 def test_the_resource_model_runs_only_for_what_is_left(write: Write) -> None:
     write(TILES)
     operator = tiling()
-    space.legal_configs(operator, TileProblem(M=64), H200, ["tiles"])
+    search_space.legal_configs(operator, TileProblem(M=64), H200, ["tiles"])
     # no block fits 64 rows four times, so none is split; 8 of 9 tiles fit by TMA, 6 otherwise; three depths
     assert operator.asked == 3 * (8 + 6)
     operator.asked = 0
-    space.why_illegal(operator, TileProblem(M=64), Config(template="tiles", params={**GOOD, "split": True}), H200)
+    search_space.why_illegal(
+        operator, TileProblem(M=64), Config(template="tiles", params={**GOOD, "split": True}), H200
+    )
     assert operator.asked == 0
 
 
@@ -302,7 +305,7 @@ def test_pruning_makes_large_products_cheap(write: Write) -> None:
     chain = ", ".join(f"{{require: p{i} == p{i + 1}, why: w}}" for i in range(11))
     write(HEAD + f"{{{parameters}}}\nconstraints: [{chain}]\n")
     start = time.perf_counter()
-    assert len(space.legal_configs(tiling(), TileProblem(M=1), H200, ["tiles"])) == 8
+    assert len(search_space.legal_configs(tiling(), TileProblem(M=1), H200, ["tiles"])) == 8
     assert time.perf_counter() - start < 2
 
 
@@ -312,7 +315,7 @@ def test_pruning_makes_large_products_cheap(write: Write) -> None:
 def test_shared_memory_follows_the_device(write: Write, capability: tuple[int, int], limit: int) -> None:
     write(one(f"shared_memory_limit == {limit} and a == b == 1"))
     gpu = Gpu("other", 100, capability, 1e9, 1e12, 1, {})
-    assert len(space.legal_configs(tiling(), TileProblem(M=1), gpu, ["tiles"])) == 1
+    assert len(search_space.legal_configs(tiling(), TileProblem(M=1), gpu, ["tiles"])) == 1
 
 
 comparisons = st.builds(
@@ -342,7 +345,7 @@ def test_early_pruning_changes_nothing(
     lines = "".join(f"\n  - {{require: '{text}', why: w}}" for text in constraints) or " []"
     text = HEAD + f"{{a: [1, 2, 3], b: [1, 2], c: [0, 4]}}\nconstraints:{lines}\n"
     (paths.SEARCH_SPACES / "tiles.yaml").write_text(text)
-    legal = space.legal_configs(tiling(), TileProblem(M=m), H200, ["tiles"])
+    legal = search_space.legal_configs(tiling(), TileProblem(M=m), H200, ["tiles"])
     expected = [
         values
         for values in itertools.product((1, 2, 3), (1, 2), (0, 4))
@@ -360,10 +363,10 @@ def test_an_evaluator_returns_the_first_of_several() -> None:
 
 @pytest.mark.parametrize("path", sorted(paths.SEARCH_SPACES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_spaces_load(path: Path) -> None:
-    assert space.load(path.stem).parameters
+    assert search_space.load(path.stem).parameters
 
 
 def test_a_shipped_space_binds_to_its_operator() -> None:
     operator = ops.get("vector_add")
-    legal = space.legal_configs(operator, operator.problem((1 << 24,)), H200)
+    legal = search_space.legal_configs(operator, operator.problem((1 << 24,)), H200)
     assert {config.template for config in legal} == set(operator.templates)

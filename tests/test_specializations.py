@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlxgen.specializations import Noted, form
+from tlxgen.codegen.specializations import Noted, form
 
 pytest.importorskip("triton")
 
@@ -112,7 +112,7 @@ def test_a_damaged_note_is_asked_anew(content: str, cache: Path) -> None:
 
 
 def test_notes_have_an_end(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlxgen.specializations._MOST", 3)
+    monkeypatch.setattr("tlxgen.codegen.specializations._MOST", 3)
     noted = Noted(lambda _, *given: native(*given), TARGET)
     for argument in ARGUMENTS:
         assert noted(None, argument, False, True, True) == native(argument, False, True, True)

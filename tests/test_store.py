@@ -19,11 +19,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tlxgen import database
 from tlxgen.config import Config
+from tlxgen.db import sqlite
+from tlxgen.db.record import SCHEMA_VERSION, Trial, TunedRecord, TuningKey
+from tlxgen.db.store import MEMORY, CacheWarning, Store
+from tlxgen.devices import DeviceKey
 from tlxgen.errors import CacheError
-from tlxgen.record import SCHEMA_VERSION, DeviceKey, Trial, TunedRecord, TuningKey
-from tlxgen.store import MEMORY, CacheWarning, Store
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
 H200 = DeviceKey(gpu="h200", sm_count=132, capability="9.0")
@@ -66,7 +67,7 @@ def store(file: Path) -> Iterator[Store]:
 
 
 def in_memory() -> Store:
-    return Store(database.in_memory(), MEMORY, writable=False)
+    return Store(sqlite.in_memory(), MEMORY, writable=False)
 
 
 def edit(file: Path, sql: str, *values: Any) -> None:
@@ -356,8 +357,8 @@ def test_a_trial_that_is_refused_takes_no_place(store: Store) -> None:
 
 def test_a_kill_loses_no_trial(file: Path) -> None:
     script = (
-        "import os, signal, sys; from pathlib import Path; from tlxgen.record import Trial, TuningKey\n"
-        "from tlxgen.store import Store; store = Store.open(Path(sys.argv[1]))\n"
+        "import os, signal, sys; from pathlib import Path; from tlxgen.db.record import Trial, TuningKey\n"
+        "from tlxgen.db.store import Store; store = Store.open(Path(sys.argv[1]))\n"
         "store.add_trial(TuningKey.model_validate_json(sys.argv[2]), Trial.model_validate_json(sys.argv[3]))\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -405,7 +406,7 @@ def test_the_file_uses_wal_and_the_current_schema(store: Store, file: Path) -> N
     assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
     connection.close()
-    assert len(database._MIGRATIONS) == SCHEMA_VERSION
+    assert len(sqlite._MIGRATIONS) == SCHEMA_VERSION
 
 
 def test_the_default_place_is_the_user_s_cache_which_is_created(
@@ -427,8 +428,8 @@ def test_tlxgen_cache_names_another_place(monkeypatch: pytest.MonkeyPatch, file:
 MANY = """
 import multiprocessing, sys
 from pathlib import Path
-from tlxgen.record import TunedRecord, TuningKey
-from tlxgen.store import Store
+from tlxgen.db.record import TunedRecord, TuningKey
+from tlxgen.db.store import Store
 
 def work(number, start, path, text):
     base = TunedRecord.model_validate_json(text)
@@ -487,8 +488,8 @@ class Holder:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "BUSY_SECONDS", 0.5)
-    monkeypatch.setattr(database, "IMPATIENT_SECONDS", 0.05)
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.5)
+    monkeypatch.setattr(sqlite, "IMPATIENT_SECONDS", 0.05)
 
 
 def test_a_writer_elsewhere_does_not_keep_readers_out(file: Path, impatient: None) -> None:
@@ -532,7 +533,7 @@ def test_a_miss_where_the_lock_is_not_given_in_time(file: Path, impatient: None)
 
 def refusing_to_write(monkeypatch: pytest.MonkeyPatch, *, without_immutable: bool = True) -> None:
     """Connections as they are where the file cannot be written, whoever runs the tests."""
-    real = database.connect
+    real = sqlite.connect
 
     def connect(target: str, *, uri: bool = False) -> Any:
         if not uri and target != MEMORY:
@@ -543,7 +544,7 @@ def refusing_to_write(monkeypatch: pytest.MonkeyPatch, *, without_immutable: boo
             raise sqlite3.OperationalError("unable to open database file")
         return real(target, uri=uri)
 
-    monkeypatch.setattr(database, "connect", connect)
+    monkeypatch.setattr(sqlite, "connect", connect)
 
 
 @pytest.mark.parametrize("without_immutable", [True, False])
@@ -579,7 +580,7 @@ def test_nothing_can_be_created_there(monkeypatch: pytest.MonkeyPatch, file: Pat
 
 
 def test_a_full_disk_is_told_before_tuning_starts(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    real = database.connect
+    real = sqlite.connect
 
     def connect(target: str, *, uri: bool = False) -> Any:
         db = real(target, uri=uri)
@@ -587,7 +588,7 @@ def test_a_full_disk_is_told_before_tuning_starts(monkeypatch: pytest.MonkeyPatc
             db.conn.execute("PRAGMA max_page_count = 1")
         return db
 
-    monkeypatch.setattr(database, "connect", connect)
+    monkeypatch.setattr(sqlite, "connect", connect)
     with pytest.raises(CacheError, match="full"):
         Store.open(file, read_only_ok=False)
     store, _ = opened_with_one_warning(file)
@@ -679,7 +680,7 @@ def test_damage_found_later_is_a_miss(file: Path, monkeypatch: pytest.MonkeyPatc
         store.put(a_record())
     content = file.read_bytes()
     file.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
-    monkeypatch.setattr(database, "_refuse_damaged", lambda db: None)  # it comes after the look at the whole file
+    monkeypatch.setattr(sqlite, "_refuse_damaged", lambda db: None)  # it comes after the look at the whole file
     with Store.open(file) as store, pytest.warns(CacheWarning, match="TLXGEN_CACHE"):
         assert store.get(a_key()) is None
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 import tlxgen
-from tlxgen import ops, runtime
-from tlxgen.candidates import candidates
+from tlxgen import ops
 from tlxgen.devices import target
-from tlxgen.taken import Taken
+from tlxgen.functional.dispatch import Taken
+from tlxgen.runtime import kernel
+from tlxgen.runtime.caches import CACHES
+from tlxgen.space.candidates import candidates
 
 
 @pytest.fixture
@@ -21,7 +23,7 @@ def taken() -> Iterator[Taken[str]]:
     """One that `forget` forgets only while the test runs."""
     made: Taken[str] = Taken("gemm")
     yield made
-    runtime.CACHES[:] = [kept for kept in runtime.CACHES if kept is not made._found]
+    CACHES[:] = [kept for kept in CACHES if kept is not made._found]
 
 
 def ab() -> tuple[Tensor, Tensor]:
@@ -103,7 +105,7 @@ def test_nothing_is_kept_in_modes(taken: Taken[str]) -> None:
 
 def test_all_is_forgotten_with_the_kernels(taken: Taken[str]) -> None:
     taken.keep("matmul", ab(), "kernel")
-    runtime.forget()
+    kernel.forget()
     assert taken.get("matmul", ab()) is None
 
 

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.operands import LONE, SIZES, Call
-from tlxgen import attention_backward, eligible, functional, ops, runtime, torch_own
+from tlxgen import functional, ops
+from tlxgen.ops import torch_own
+from tlxgen.ops.attention import flash
+from tlxgen.runtime import checks, kernel
 
 _cudnn_enabled: Callable[[], bool] = torch.backends.cuda.cudnn_sdp_enabled
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -34,11 +37,11 @@ class Cudnn:
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudnn]:
     made = Cudnn()
     monkeypatch.setattr(torch_own, "_attention", made)
-    runtime.forget()
+    kernel.forget()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", runtime.FallbackWarning)
+        warnings.simplefilter("ignore", kernel.FallbackWarning)
         yield made
-    runtime.forget()
+    kernel.forget()
 
 
 def of_no_batches(**options: Any) -> list[Tensor]:
@@ -75,7 +78,7 @@ def test_functions_have_results_and_gradients_of_no_batches(
     causal: Any, return_lse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's flash-attention backward, which would be asked on a GPU, is not: it may refuse them."""
-    monkeypatch.setattr(eligible, "DEVICE", "cpu")
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda _: True)
     q, k, v = of_no_batches(requires_grad=True)
     attention: Any = functional.attention
@@ -99,7 +102,7 @@ def test_torchs_flash_backward_is_for_something(sizes: tuple[int, ...], monkeypa
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda _: True)
     problem: Any = ops.get("attention").problem(sizes)
     q = torch.empty(sizes, dtype=torch.bfloat16)
-    assert not attention_backward.flash_takes(problem, q, q, q, None)
+    assert not flash.takes(problem, q, q, q, None)
 
 
 def test_what_is_not_empty_is_torchs_unchanged(cudnn: Cudnn) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tlxgen import devices, ops
-from tlxgen.candidates import candidates
-from tlxgen.emit import KernelSource, emit
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.errors import TuningError
-from tlxgen.measure import PEER, DeviceReport, Forget, Gate, Measure, Setup, Verdict
-from tlxgen.process import ChildDiedError, ChildTimeoutError
-from tlxgen.trials import Card, timings
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner.card import Card, timings
+from tlxgen.tuner.measure import PEER, DeviceReport, Forget, Gate, Measure, Setup, Verdict
+from tlxgen.tuner.process import ChildDiedError, ChildTimeoutError
 
 PROBLEM = ops.get("vector_add").problem((4096,))
 SOURCES = [emit(ops.get("vector_add"), PROBLEM, config) for config in candidates(PROBLEM, devices.target("h200"))[:5]]

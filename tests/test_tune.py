@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 
 from tests.recorded import InstantPool, RecordedCard, table
-from tlxgen import candidates as of_today
-from tlxgen import devices, ops, rank, tune, tuning, tuning_cli
+from tlxgen import devices, ops
+from tlxgen.cli import tune as tuning_cli
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
+from tlxgen.db.record import Trial, tuning_key
+from tlxgen.db.store import Store
 from tlxgen.devices import Gpu
-from tlxgen.emit import emit
 from tlxgen.errors import CompileError, InvalidProblemError, TuningError
-from tlxgen.keys import tuning_key
-from tlxgen.measure import PROTOCOL, Verdict
 from tlxgen.problem import Problem
-from tlxgen.record import Trial
-from tlxgen.store import Store
-from tlxgen.tuning import Budget, TuneResult
+from tlxgen.space import candidates as of_today
+from tlxgen.tuner import rank, state, tune
+from tlxgen.tuner.measure import PROTOCOL, Verdict
+from tlxgen.tuner.state import Budget, TuneResult
 
 SQUARE = (4096, 4096, 4096)
 FLAT = (512, 4096, 4096)
@@ -63,7 +64,7 @@ def run(store: Store, monkeypatch: pytest.MonkeyPatch) -> Run:
     ) -> TuneResult:
         card.child.alive = True
         monkeypatch.setattr(tune, "Card", lambda *_: card)
-        monkeypatch.setattr(tuning, "CompilePool", lambda *_, **__: InstantPool(failures))
+        monkeypatch.setattr(state, "CompilePool", lambda *_, **__: InstantPool(failures))
         return tune.tune(problem(sizes), store, budget=Budget(trials, seconds), **options)
 
     return run
@@ -480,7 +481,7 @@ class TestEndings:
     def test_an_interrupted_ranking_keeps_its_best(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         legal = candidates(problem(SQUARE), H200)
         failures = {legal[0]: CompileError("ptxas", "fatal"), legal[5]: KeyboardInterrupt()}
-        monkeypatch.setattr(tuning, "CompilePool", lambda *_, **__: InstantPool(failures))
+        monkeypatch.setattr(state, "CompilePool", lambda *_, **__: InstantPool(failures))
         result = rank.rank(problem(SQUARE), H200, store, budget=Budget(24, 600))
         assert (result.interrupted, result.record.config, result.state.tried) == (True, legal[1], 5)
         assert kept(store) == result.record
@@ -566,7 +567,7 @@ class TestTwins:
         for name, error in (broken or {}).items():
             cards[name].broken = error
         monkeypatch.setattr(tune, "Card", lambda _operator, problem, *_: cards[problem.group_sizes])
-        monkeypatch.setattr(tuning, "CompilePool", lambda *_, **__: pool or InstantPool())
+        monkeypatch.setattr(state, "CompilePool", lambda *_, **__: pool or InstantPool())
         return tune.tune(self.problem(spread), store, budget=Budget(8, 600))
 
     def test_the_winner_is_fast_on_each(

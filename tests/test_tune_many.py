@@ -14,17 +14,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tlxgen import cli, devices, gpu_lock, ops, runtime, suites, tuning_cli
-from tlxgen.candidates import default_config
-from tlxgen.compile_pool import CompilePool
+from tlxgen import devices, ops
+from tlxgen.cli import app
+from tlxgen.cli import tune as tuning_cli
+from tlxgen.codegen.emit import emit
+from tlxgen.db.record import TunedRecord, tuning_key
+from tlxgen.db.store import Store
 from tlxgen.devices import target
-from tlxgen.emit import emit
 from tlxgen.errors import TuningError
-from tlxgen.keys import tuning_key
-from tlxgen.process import Child
-from tlxgen.record import TunedRecord
-from tlxgen.selection import select
-from tlxgen.store import Store
+from tlxgen.ops import suites
+from tlxgen.runtime import kernel
+from tlxgen.runtime.selection import select
+from tlxgen.space.candidates import default_config
+from tlxgen.tuner import gpu_lock
+from tlxgen.tuner.compile_pool import CompilePool
+from tlxgen.tuner.process import Child
 
 H200 = target("h200")
 
@@ -32,9 +36,9 @@ H200 = target("h200")
 @pytest.fixture(autouse=True)
 def on_h200(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[None]:
     monkeypatch.setattr(devices, "detect", lambda _=None: H200)
-    runtime.forget()
+    kernel.forget()
     yield
-    runtime.forget()
+    kernel.forget()
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def tlxgen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     def command(*words: str) -> int:
         monkeypatch.setattr(sys, "argv", ["tlxgen", "tune", *words])
         try:
-            cli.main()
+            app.main()
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else int(bool(end.code))
         return 0
@@ -95,7 +99,7 @@ def keep(problem: Any, **changes: Any) -> TunedRecord:
 
 def ask(m: int, times: int = 1, gpu: devices.Gpu = H200) -> None:
     for _ in range(times):
-        runtime.forget()
+        kernel.forget()
         select(ops.get("gemm").problem((m, 1024, 1024)), gpu)
 
 

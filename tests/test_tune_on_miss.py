@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 import tlxgen
-from tlxgen import devices, gpu_lock, ops, plans, runtime, tune_on_miss
-from tlxgen.candidates import candidates
+from tlxgen import devices, ops
+from tlxgen.codegen.emit import emit
+from tlxgen.db.record import TunedRecord, tuning_key
+from tlxgen.db.store import Store
 from tlxgen.devices import target
-from tlxgen.emit import emit
 from tlxgen.errors import GpuLostError, TuningError
-from tlxgen.keys import tuning_key
 from tlxgen.problem import Problem
-from tlxgen.record import TunedRecord
-from tlxgen.store import Store
+from tlxgen.runtime import kernel, plans
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner import gpu_lock, on_miss
 
 H200 = target("h200")
 GEMM = ops.get("gemm")
@@ -47,17 +48,17 @@ class Tuner:
 @pytest.fixture
 def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_shipped_configs: None) -> Tuner:
     made = Tuner()
-    monkeypatch.setattr(tune_on_miss, "tune", made)
-    monkeypatch.setattr(runtime, "_current_device", lambda: 0)
+    monkeypatch.setattr(on_miss, "tune", made)
+    monkeypatch.setattr(kernel, "_current_device", lambda: 0)
     monkeypatch.setattr(devices, "detect", lambda _=None: H200)
     monkeypatch.setattr(devices, "uuid", lambda: "stub")
     monkeypatch.setattr(gpu_lock, "exclusive", functools.partial(gpu_lock.exclusive, folder=tmp_path))
     monkeypatch.setattr(plans, "is_capturing", lambda: False)
-    runtime.forget()
+    kernel.forget()
     return made
 
 
-def ask(m: int) -> runtime.Kernel:
+def ask(m: int) -> kernel.Kernel:
     return tlxgen.get_kernel("gemm", (m, 512, 512), on_miss="tune")
 
 
@@ -85,7 +86,7 @@ def test_a_problem_that_no_candidate_works_for_is_tuned_once(tuner: Tuner) -> No
     assert tuner.tuned.total() == 1
     tuner.error = None
     assert ask(576).origin == "tuned"
-    runtime.forget()
+    kernel.forget()
     assert ask(512).origin == "tuned"
 
 
@@ -104,6 +105,6 @@ def test_a_row_of_other_code_is_no_row(tuner: Tuner) -> None:
         assert record is not None
         store.delete([record.key])
         store.put(record.model_copy(update={"source_hash": "0" * 32}))
-    runtime.forget()
+    kernel.forget()
     ask(512)
     assert tuner.tuned.total() == 2

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.processes import descendants, is_running, wait_until
+from tlxgen.codegen.emit import KernelSource
 from tlxgen.config import Config
-from tlxgen.emit import KernelSource
-from tlxgen.measure import PROTOCOL, Verdict
-from tlxgen.record import TunedRecord, TuningKey
-from tlxgen.store import Store
-from tlxgen.tuning import TuneResult
+from tlxgen.db.record import TunedRecord, TuningKey
+from tlxgen.db.store import Store
+from tlxgen.tuner.measure import PROTOCOL, Verdict
+from tlxgen.tuner.state import TuneResult
 
 ROOT = Path(__file__).parent.parent
 #: For processes: this tree before whatever else they find their packages by.
@@ -32,7 +32,7 @@ _GATES = "gates"
 
 def note_gates(folder: Path) -> None:
     """Has this process write down which candidates it is about to gate, for whoever kills it."""
-    from tlxgen.trials import Card
+    from tlxgen.tuner.card import Card
 
     gate = Card.gate
 
@@ -181,9 +181,10 @@ def script(install: str, problem: str, trials: int) -> str:
 import sys
 from pathlib import Path
 {install}
-from tlxgen import ops, tune
-from tlxgen.store import Store
-from tlxgen.tuning import Budget
+from tlxgen import ops
+from tlxgen.tuner import tune
+from tlxgen.db.store import Store
+from tlxgen.tuner.state import Budget
 
 def tuned(path):
     with Store.open(Path(path)) as store:

@@ -15,21 +15,22 @@ from tlxgen._version import __version__
 
 if TYPE_CHECKING:
     from tlxgen import functional
+    from tlxgen.api import get_kernel
     from tlxgen.config import Config
     from tlxgen.errors import TlxgenError
-    from tlxgen.pinning import pin
-    from tlxgen.runtime import FallbackWarning, Kernel, get_kernel
+    from tlxgen.runtime.kernel import FallbackWarning, Kernel
+    from tlxgen.runtime.pinning import pin
 
 __all__ = ["Config", "FallbackWarning", "Kernel", "TlxgenError", "__version__", "functional", "get_kernel", "pin"]
 
 _HOMES = {
     "Config": "tlxgen.config",
-    "FallbackWarning": "tlxgen.runtime",
-    "Kernel": "tlxgen.runtime",
+    "FallbackWarning": "tlxgen.runtime.kernel",
+    "Kernel": "tlxgen.runtime.kernel",
     "TlxgenError": "tlxgen.errors",
     "functional": "tlxgen.functional",
-    "get_kernel": "tlxgen.runtime",
-    "pin": "tlxgen.pinning",
+    "get_kernel": "tlxgen.api",
+    "pin": "tlxgen.runtime.pinning",
 }
 
 
@@ -39,7 +40,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tlxgen' has no attribute {name!r}")
     from importlib import import_module
 
-    from tlxgen import collector, plugins
+    from tlxgen.startup import collector, plugins
 
     with collector.paused():
         if name == "functional":

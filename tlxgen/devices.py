@@ -1,7 +1,7 @@
 """What is known of each GPU: plain facts, no behaviour.
 
 Rates are dense, at the boost clock, and bandwidths as the vendor's datasheets give them (product briefs of H100, H200,
-H800 and H20). The analytic model scales them by efficiencies that were measured (`tlxgen.model`).
+H800 and H20). The analytic model scales them by efficiencies that were measured (`tlxgen.ops.rates`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from tlxgen.errors import UnsupportedDeviceError
-from tlxgen.record import DeviceKey
 
 
 class Hopper:
@@ -19,6 +20,16 @@ class Hopper:
 
     TMA_ALIGNMENT = 16  # bytes: base address, every outer stride, and extents that a store must not overrun
     WARP_GROUP_THREADS = 128
+
+
+class DeviceKey(BaseModel):
+    """The GPU a row belongs to. SXM and PCIe parts differ by name and by SM count."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gpu: str  #: slug of the marketing name, such as `h200`
+    sm_count: int = Field(gt=0, lt=2**63)
+    capability: str  #: compute capability, such as `9.0`
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,7 @@ class Gpu:
 
     @property
     def target(self) -> tuple[int, int] | str:
-        """What compilers are told (`tlxgen.compile.Architecture`)."""
+        """What compilers are told (`tlxgen.codegen.compile.Architecture`)."""
         return self.architecture or self.capability
 
 

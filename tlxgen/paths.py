@@ -24,6 +24,18 @@ SHIPPED_CACHE = _shipped("cache")
 SUITES = _shipped("benchmarks/suites")
 
 
+def in_operator_folder(root: Path, name: str) -> Path | None:
+    """The file of this name in one of the operators' folders of `TEMPLATES` or `SEARCH_SPACES`; None if there is none.
+
+    A template's name is unique among all operators, so the name alone finds its file.
+    """
+    try:
+        folders = sorted(entry.path for entry in os.scandir(root) if entry.is_dir())
+    except OSError:
+        return None
+    return next((Path(path) for folder in folders if os.path.isfile(path := f"{folder}/{name}")), None)  # noqa: PTH113 - on the way to every kernel
+
+
 def user_cache_dir() -> Path:
     """The user's cache directory: emitted kernels, and the database unless `TLXGEN_CACHE` names another place.
 

@@ -46,10 +46,10 @@ class Problem(BaseModel):
     #: The fields that a kernel takes as arguments, so that its code does not depend on them; `sizes` are such.
     extents: ClassVar[tuple[str, ...]] = ()
     #: The sizes and extents of which emitted code knows no more than whether 16 divides them, each with what an octave
-    #: of it counts when problems are compared (`tlxgen.nearest`). An operator that names none has no neighbours.
+    #: of it counts when problems are compared (`tlxgen.db.nearest`). An operator that names none has no neighbours.
     lengths: ClassVar[Mapping[str, float]] = {}
     #: Those lengths that change from call to call, such as batches and sequences, each with the largest power of two of
-    #: which it matters to a kernel whether it divides them (`tlxgen.size_classes`).
+    #: which it matters to a kernel whether it divides them (`tlxgen.space.size_classes`).
     running: ClassVar[Mapping[str, int]] = {}
     #: The fields that follow in a label, in order, as far as it has them; `out=` names the output's dtype.
     label_fields: ClassVar[tuple[str, ...]] = ("dtype",)

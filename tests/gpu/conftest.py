@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tlxgen.process import Child
+from tlxgen.tuner.process import Child
 
 _FOLDER = Path(__file__).parent
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from tests import gpu_cases
-from tlxgen import accuracy, devices, ops
-from tlxgen.candidates import candidates
+from tlxgen import devices, ops
+from tlxgen.codegen.emit import emit
+from tlxgen.codegen.loader import load
 from tlxgen.config import Config
-from tlxgen.emit import emit
-from tlxgen.launch import Launcher
-from tlxgen.loader import load
-from tlxgen.ops.attention import AttentionProblem
-from tlxgen.process import Child
-from tlxgen.trials import Card
+from tlxgen.ops import accuracy
+from tlxgen.ops.attention.problem import AttentionProblem
+from tlxgen.runtime.launch import Launcher
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner.card import Card
+from tlxgen.tuner.process import Child
 
 pytestmark = pytest.mark.gpu
 

@@ -9,14 +9,14 @@ import torch
 
 from tests import gpu_cases
 from tlxgen import devices, ops
-from tlxgen.candidates import candidates
+from tlxgen.codegen.emit import emit
+from tlxgen.codegen.loader import load
 from tlxgen.config import Config
-from tlxgen.emit import emit
-from tlxgen.launch import Launcher, SlimDescriptor
-from tlxgen.loader import load
-from tlxgen.ops.attention_varlen import AttentionVarlenProblem
-from tlxgen.process import Child
-from tlxgen.trials import Card
+from tlxgen.ops.attention_varlen.problem import AttentionVarlenProblem
+from tlxgen.runtime.launch import Launcher, SlimDescriptor
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner.card import Card
+from tlxgen.tuner.process import Child
 
 pytestmark = pytest.mark.gpu
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tlxgen import devices, ops
-from tlxgen.candidates import candidates
-from tlxgen.emit import KernelSource, emit
-from tlxgen.trials import Card
+from tlxgen.codegen.emit import KernelSource, emit
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner.card import Card
 
 ADD = ops.get("vector_add")
 PROBLEM = ADD.problem((2**20,), dtype="bf16")

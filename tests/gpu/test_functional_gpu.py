@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from tlxgen import attention_backward, devices, functional, runtime
-from tlxgen.candidates import favourite
-from tlxgen.ops.attention import AttentionProblem
+from tlxgen import devices, functional
+from tlxgen.functional import attention_backward
+from tlxgen.ops.attention.problem import AttentionProblem
+from tlxgen.runtime import kernel
+from tlxgen.space.candidates import favourite
 
 pytestmark = pytest.mark.gpu
 
@@ -25,17 +27,17 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     assert gpu is not None
     asked: list[AttentionProblem] = []
 
-    def get_kernel(operator: str, problem: AttentionProblem) -> runtime.Kernel:
+    def get_kernel(operator: str, problem: AttentionProblem) -> kernel.Kernel:
         asked.append(problem)
         (config,) = favourite(problem, gpu, request.param)
-        return runtime.Kernel(problem, runtime.Choice("default", config), gpu)
+        return kernel.Kernel(problem, kernel.Choice("default", config), gpu)
 
-    runtime.forget()
+    kernel.forget()
     monkeypatch.setattr(functional, "get_kernel", get_kernel)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", runtime.FallbackWarning)  # the template takes these tensors, or the test is void
+        warnings.simplefilter("error", kernel.FallbackWarning)  # the template takes these tensors, or the test is void
         yield asked
-    runtime.forget()
+    kernel.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest
 
-from tlxgen import attention_varlen_backward as backward
-from tlxgen import devices, functional, functional_varlen, runtime
-from tlxgen.candidates import favourite
+from tlxgen import devices, functional
+from tlxgen.functional import varlen
+from tlxgen.functional import varlen_backward as backward
+from tlxgen.runtime import kernel
+from tlxgen.space.candidates import favourite
 
 pytestmark = pytest.mark.gpu
 
@@ -36,17 +38,17 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     assert gpu is not None
     asked: list[Any] = []
 
-    def get_kernel(_operator: str, problem: Any) -> runtime.Kernel:
+    def get_kernel(_operator: str, problem: Any) -> kernel.Kernel:
         asked.append(problem)
         (config,) = favourite(problem, gpu, request.param)
-        return runtime.Kernel(problem, runtime.Choice("default", config), gpu)
+        return kernel.Kernel(problem, kernel.Choice("default", config), gpu)
 
-    runtime.forget()
-    monkeypatch.setattr(functional_varlen, "get_kernel", get_kernel)
+    kernel.forget()
+    monkeypatch.setattr(varlen, "get_kernel", get_kernel)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", runtime.FallbackWarning)
+        warnings.simplefilter("error", kernel.FallbackWarning)
         yield asked
-    runtime.forget()
+    kernel.forget()
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +134,7 @@ def test_the_log_sum_exp_is_torchs(form: str) -> None:
     q, k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in call[:3])  # torch 2.11 has no grouped heads
     options: dict[str, Any] = {"window_size": (-1, 0), "return_aux": AuxRequest(lse=True)}
     out, lse = varlen_attn(*call, **options, enable_gqa=True)
-    theirs, expected = functional_varlen._torchs(q, k, v, *call[3:], **options)
+    theirs, expected = varlen._torchs(q, k, v, *call[3:], **options)
     torch.testing.assert_close(lse, expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(out, theirs, rtol=2e-2, atol=2e-2)
 

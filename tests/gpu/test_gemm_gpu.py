@@ -10,13 +10,13 @@ import random
 import pytest
 
 from tlxgen import devices, ops
-from tlxgen.candidates import candidates
-from tlxgen.compile_pool import CompilePool
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
-from tlxgen.emit import emit
-from tlxgen.ops.gemm import GemmProblem
-from tlxgen.process import Child
-from tlxgen.trials import Card
+from tlxgen.ops.gemm.problem import GemmProblem
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner.card import Card
+from tlxgen.tuner.compile_pool import CompilePool
+from tlxgen.tuner.process import Child
 
 pytestmark = pytest.mark.gpu
 

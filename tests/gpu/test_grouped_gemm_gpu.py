@@ -10,15 +10,18 @@ import pytest
 import torch
 
 from tests import gpu_cases
-from tlxgen import accuracy, devices, functional, functional_grouped, ops, runtime
-from tlxgen.candidates import candidates, favourite
+from tlxgen import devices, functional, ops
+from tlxgen.codegen.emit import emit
+from tlxgen.codegen.loader import load
 from tlxgen.config import Config
-from tlxgen.emit import emit
-from tlxgen.launch import Launcher, SlimDescriptor
-from tlxgen.loader import load
-from tlxgen.ops.grouped_gemm_problem import GroupedGemmProblem, drawn_sizes
-from tlxgen.process import Child
-from tlxgen.trials import Card
+from tlxgen.functional import grouped
+from tlxgen.ops import accuracy
+from tlxgen.ops.grouped_gemm.problem import GroupedGemmProblem, drawn_sizes
+from tlxgen.runtime import kernel
+from tlxgen.runtime.launch import Launcher, SlimDescriptor
+from tlxgen.space.candidates import candidates, favourite
+from tlxgen.tuner.card import Card
+from tlxgen.tuner.process import Child
 
 pytestmark = pytest.mark.gpu
 
@@ -284,23 +287,23 @@ def test_the_drop_in_and_its_gradients(template: str, form: Any, monkeypatch: py
     """Each of three products is a kernel's, and as near to float64 as torch's own."""
     asked = []
 
-    def get_kernel(operator: str, problem: GroupedGemmProblem) -> runtime.Kernel:
+    def get_kernel(operator: str, problem: GroupedGemmProblem) -> kernel.Kernel:
         asked.append(problem.form)
         gpu = devices.detect()
         assert gpu is not None
         # Not every gradient's layout is for TMA.
         config = [*favourite(problem, gpu, template), *favourite(problem, gpu, GROUPED.templates[-1])][0]
-        return runtime.Kernel(problem, runtime.Choice("default", config), gpu)
+        return kernel.Kernel(problem, kernel.Choice("default", config), gpu)
 
-    monkeypatch.setattr(functional_grouped, "get_kernel", get_kernel)
-    runtime.forget()
+    monkeypatch.setattr(grouped, "get_kernel", get_kernel)
+    kernel.forget()
     problem = spread([128] * 3 if form == "3d3d" else [200, 0, 184], 256, 320, form)
     inputs = GROUPED.inputs(problem, "cuda", 0)
     a, b = (inputs[name].requires_grad_() for name in ("a", "b"))
     weights = torch.randn(problem.shapes["c"], device="cuda").bfloat16()
     out = functional.grouped_mm(a, b, offs=inputs.get("offs"))
     found = (out, *torch.autograd.grad(out, (a, b), weights))
-    runtime.forget()
+    kernel.forget()
     a, b = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
     starts = [0, *accumulate(drawn_sizes(problem))]
     exact = torch.zeros(problem.shapes["c"], dtype=torch.float64, device="cuda")
@@ -324,21 +327,21 @@ def test_a_layer_is_two_kernels(template: str, activation: Any, epilogue: str, m
     """The first product has the activation in it; the layer is float64's, token by token."""
     asked = []
 
-    def get_kernel(operator: str, problem: GroupedGemmProblem) -> runtime.Kernel:
+    def get_kernel(operator: str, problem: GroupedGemmProblem) -> kernel.Kernel:
         asked.append((problem.form, problem.epilogue))
         gpu = devices.detect()
         assert gpu is not None
-        return runtime.Kernel(problem, runtime.Choice("default", favourite(problem, gpu, template)[0]), gpu)
+        return kernel.Kernel(problem, kernel.Choice("default", favourite(problem, gpu, template)[0]), gpu)
 
-    monkeypatch.setattr(functional_grouped, "get_kernel", get_kernel)
-    runtime.forget()
+    monkeypatch.setattr(grouped, "get_kernel", get_kernel)
+    kernel.forget()
     experts, tokens, k, inner = 8, 333, 512, 264
     x = torch.randn(tokens, k, device="cuda").bfloat16()
     w1 = (torch.randn(experts, 2 * inner, k, device="cuda") / k**0.5).bfloat16()
     w2 = (torch.randn(experts, k, inner, device="cuda") / inner**0.5).bfloat16()
     weights, ids = torch.randn(tokens, experts, device="cuda").softmax(1).topk(3, 1)
     out = functional.fused_moe(x, w1, w2, weights, ids, activation=activation)
-    runtime.forget()
+    kernel.forget()
     product = torch.einsum("tk,eik->tei", x.double(), w1.double())
     gate, up = product.chunk(2, 2)
     hidden = getattr(torch.nn.functional, activation)(gate) * up
@@ -351,7 +354,7 @@ def test_a_layer_is_two_kernels(template: str, activation: Any, epilogue: str, m
 
 def chosen(tokens: int, choices: int, columns: int, experts: int = 5, seed: int = 0) -> dict[str, Any]:
     """Tokens' choices, some of which are not here, and rows for all in the order of experts; NaN for nobody's."""
-    from tlxgen.moe_routing import route
+    from tlxgen.functional.moe_routing import route
 
     generator = torch.Generator("cuda").manual_seed(seed)
     size = (tokens, choices)
@@ -377,7 +380,7 @@ def added_up(
 @pytest.fixture
 def combine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
     """Of five experts, in float32 unless a dtype is asked for; never by torch."""
-    from tlxgen import moe_combine
+    from tlxgen.functional import moe_combine
 
     def refuse(*_: Any) -> torch.Tensor:
         raise AssertionError("torch does it")
@@ -424,7 +427,7 @@ def test_weights_and_ids_may_lie_anyhow(combine: Callable[..., torch.Tensor]) ->
 
 def test_a_graph_brings_tokens_back_from_wherever_they_are(combine: Callable[..., torch.Tensor]) -> None:
     """Captured once, with the sort, and replayed for other choices; on a side stream, in inference mode."""
-    from tlxgen.moe_routing import route
+    from tlxgen.functional.moe_routing import route
 
     def step() -> torch.Tensor:
         return combine(result=rows, place=route(ids, 5).place, weights=weights, ids=ids)
@@ -452,7 +455,7 @@ def test_a_graph_brings_tokens_back_from_wherever_they_are(combine: Callable[...
 
 def test_a_graph_before_any_call_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may be loaded while it is captured."""
-    from tlxgen import moe_combine
+    from tlxgen.functional import moe_combine
 
     monkeypatch.setattr(moe_combine, "_LOADED", set())
     given = chosen(61, 4, 104)
@@ -488,7 +491,7 @@ def test_more_elements_than_32_bits_can_count(combine: Callable[..., torch.Tenso
 @pytest.mark.parametrize("tokens", [0, 1, 500, 5000])
 def test_choices_in_the_order_of_experts(experts: int, tokens: int) -> None:
     """With keys of one, two and four bytes, and both of torch's sorts: the same as on the CPU."""
-    from tlxgen.moe_routing import route
+    from tlxgen.functional.moe_routing import route
 
     ids = torch.randint(-1, experts + 1, (tokens, 3), generator=torch.Generator().manual_seed(0))
     for dtype in (torch.int64, torch.int32, torch.int16):

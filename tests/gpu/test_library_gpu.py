@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.operator_cases import ARGUMENTS, GRAPHS, LENGTHS, check
-from tlxgen import plans, runtime
+from tlxgen.runtime import kernel, plans
 
 pytestmark = pytest.mark.gpu
 
@@ -26,10 +26,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         launch(plan, *rest)
 
     monkeypatch.setattr(plans.KernelPlan, "launch", note)
-    runtime.forget()
+    kernel.forget()
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", runtime.FallbackWarning)
+        warnings.simplefilter("ignore", kernel.FallbackWarning)
         yield names
 
 

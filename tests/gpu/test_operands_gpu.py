@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from tests.operands import CASES, LAYOUTS, LONE, ONE_FOR_ALL, SIZES, TAKEN, Call, Case
-from tlxgen import devices, ops, runtime
-from tlxgen.candidates import favourite
+from tlxgen import devices, ops
 from tlxgen.errors import LaunchError
+from tlxgen.runtime import kernel
+from tlxgen.space.candidates import favourite
 
 pytestmark = pytest.mark.gpu
 
@@ -21,17 +22,17 @@ _OPERATORS = ("gemm", "grouped_gemm", "grouped_gemm 3d3d", "attention", "attenti
 
 @pytest.fixture(scope="module", autouse=True)
 def _begun_anew() -> Iterator[None]:
-    runtime.forget()
+    kernel.forget()
     yield
-    runtime.forget()
+    kernel.forget()
 
 
 @pytest.fixture(autouse=True)
 def _told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Warnings of this test alone, unless it asks for them."""
-    monkeypatch.setattr(runtime, "_WARNED", set())
+    monkeypatch.setattr(kernel, "_WARNED", set())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", runtime.FallbackWarning)
+        warnings.simplefilter("ignore", kernel.FallbackWarning)
         yield
 
 
@@ -42,7 +43,7 @@ def calls(call: Call, case: Case) -> Iterator[Call]:
     assert gpu is not None
     for template in ops.get(case.operator).templates:
         for config in favourite(problem, gpu, template):
-            yield replace(call, kernel=runtime.Kernel(problem, runtime.Choice("default", config), gpu))
+            yield replace(call, kernel=kernel.Kernel(problem, kernel.Choice("default", config), gpu))
 
 
 @pytest.mark.parametrize("way", [*LAYOUTS, ONE_FOR_ALL])
@@ -58,7 +59,7 @@ def test_a_template_computes_itself_what_it_is_for(name: str, way: str) -> None:
     """Else the tests above would be of fall-backs alone."""
     for call in calls(Call.of(CASES[name], "cuda", way), CASES[name]):
         with warnings.catch_warnings():
-            warnings.simplefilter("error", runtime.FallbackWarning)
+            warnings.simplefilter("error", kernel.FallbackWarning)
             call.right(call.output(way))
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tlxgen import cli, devices, paths, shipped
-from tlxgen.record import TunedRecord
+from tlxgen import devices, paths
+from tlxgen.cli import app
+from tlxgen.db import shipped
+from tlxgen.db.record import TunedRecord
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def record() -> TunedRecord:
 def found(record: TunedRecord, folder: Path, status: int) -> list[str]:
     shipped.dump([record], folder / "rows.jsonl")
     words = ["regress", "--gpu", "--json", "--cache", str(folder / "rows.jsonl")]
-    result = CliRunner().invoke(cli.app, words)
+    result = CliRunner().invoke(app.app, words)
     assert result.exit_code == status, result.output
     answer = json.loads(result.stdout)
     assert len(answer["timed"]) == 1

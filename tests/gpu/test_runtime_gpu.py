@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from tlxgen import devices, ops, runtime
-from tlxgen.candidates import candidates
-from tlxgen.emit import emit
+from tlxgen import api, devices, ops
+from tlxgen.codegen.emit import emit
 from tlxgen.errors import LaunchError
+from tlxgen.runtime import kernel as runtime
+from tlxgen.space.candidates import candidates
 
 torch = pytest.importorskip("torch")
 
@@ -86,7 +87,7 @@ def test_an_output_with_padded_rows_keeps_its_padding(columns: int) -> None:
 @pytest.mark.parametrize("n", range(457, 465))
 def test_a_store_never_touches_the_neighbouring_columns(n: int) -> None:
     parent = torch.full((256, 512), 7.0, dtype=torch.bfloat16, device="cuda")
-    kernel = runtime.get_kernel("gemm", (256, n, 128))
+    kernel = api.get_kernel("gemm", (256, n, 128))
     a, b = normal(256, 128), normal(128, n)
     kernel(a, b, out=parent[:, :n])
     assert error(parent[:, :n], a, b) < 4e-3
@@ -154,7 +155,7 @@ def test_sixteen_threads_may_start_cold() -> None:
         try:
             for _ in range(20):
                 a, b = normal(m, k), normal(k, n)
-                assert error(runtime.get_kernel("gemm", (m, n, k))(a, b), a, b) < 4e-3
+                assert error(api.get_kernel("gemm", (m, n, k))(a, b), a, b) < 4e-3
         except BaseException as failure:  # noqa: BLE001 - reported by the main thread
             failures.append(failure)
 
@@ -188,8 +189,8 @@ def test_wrong_tensors_are_named() -> None:
 
 
 def test_sizes_of_zero_give_what_torch_gives() -> None:
-    assert runtime.get_kernel("gemm", (0, 16, 16))(normal(0, 16), normal(16, 16)).shape == (0, 16)
-    zeros = runtime.get_kernel("gemm", (16, 16, 0))(normal(16, 0), normal(0, 16))
+    assert api.get_kernel("gemm", (0, 16, 16))(normal(0, 16), normal(16, 16)).shape == (0, 16)
+    zeros = api.get_kernel("gemm", (16, 16, 0))(normal(16, 0), normal(0, 16))
     assert bool((zeros == 0).all())
 
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
-from tlxgen import devices, ops, plans, runtime
-from tlxgen.candidates import candidates
+from tlxgen import api, devices, ops
 from tlxgen.errors import LaunchError, TuningError
-from tlxgen.pinning import pin
+from tlxgen.runtime import kernel as runtime
+from tlxgen.runtime import plans
+from tlxgen.runtime.pinning import pin
+from tlxgen.space.candidates import candidates
 
 torch = pytest.importorskip("torch")
 
@@ -42,7 +44,7 @@ def far(result: Any, exact: Any) -> float:
 
 def decoding(keys: int) -> Any:
     sizes = (2, 8, 1, 128)
-    return runtime.get_kernel("attention", sizes, kv_heads=2, kv_len=keys, causal="bottom-right", on_miss="ignore")
+    return api.get_kernel("attention", sizes, kv_heads=2, kv_len=keys, causal="bottom-right", on_miss="ignore")
 
 
 def reference(q: Any, k: Any, v: Any) -> Any:
@@ -55,7 +57,7 @@ def test_random_lengths_are_right_and_load_a_handful_of_binaries() -> None:
     b = normal(512, 256).T
     for rows in LENGTHS:
         a = normal(rows, 256)
-        kernel = runtime.get_kernel("gemm", (rows, 512, 256), layout="nt", on_miss="ignore")
+        kernel = api.get_kernel("gemm", (rows, 512, 256), layout="nt", on_miss="ignore")
         assert far(kernel(a, b), a.double() @ b.double()) < 4e-3, kernel.explain()
     assert len(plans.LOADED) <= 16
 
@@ -90,7 +92,7 @@ def test_a_pinned_config_computes() -> None:
     a, b = normal(512, 320), normal(320, 384)
     for config in candidates(problem, gpu)[::40]:
         with pin("gemm", config):
-            kernel = runtime.get_kernel("gemm", problem)
+            kernel = api.get_kernel("gemm", problem)
         assert (kernel.origin, kernel.config) == ("pinned", config)
         assert far(kernel(a, b), a.double() @ b.double()) < 4e-3, config.short
 
@@ -102,7 +104,7 @@ def test_configs_one_after_the_other_keep_their_own_options() -> None:
     problem = ops.get("gemm").problem((512, 384, 320))
     a, b = normal(512, 320), normal(320, 384)
     configs = [candidates(problem, gpu, (template,))[0] for template in ops.get("gemm").templates]
-    kernels = [runtime.get_kernel("gemm", problem, config=config) for config in configs]
+    kernels = [api.get_kernel("gemm", problem, config=config) for config in configs]
     first = [kernel(a, b) for kernel in kernels]
     for _ in range(20):
         for kernel, expected in zip(kernels, first, strict=True):
@@ -144,7 +146,7 @@ def test_a_compiled_model_is_whole_right_and_runs_the_kernels(dynamic: bool, mon
 
 
 def test_gradients_are_refused_and_inference_mode_works() -> None:
-    kernel = runtime.get_kernel("gemm", (128, 128, 128))
+    kernel = api.get_kernel("gemm", (128, 128, 128))
     a, b = normal(128, 128).requires_grad_(), normal(128, 128)
     with pytest.raises(LaunchError, match="gradients"):
         kernel(a, b)
@@ -154,7 +156,7 @@ def test_gradients_are_refused_and_inference_mode_works() -> None:
 
 def test_an_output_that_overlaps_an_operand_is_refused() -> None:
     parent = normal(192, 128)
-    kernel = runtime.get_kernel("gemm", (128, 128, 128))
+    kernel = api.get_kernel("gemm", (128, 128, 128))
     with pytest.raises(LaunchError, match="overlaps"):
         kernel(parent[:128], normal(128, 128), out=parent[64:])
     before = parent.clone()
@@ -166,7 +168,7 @@ def test_an_output_that_overlaps_an_operand_is_refused() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tensors_on_another_device_than_the_current_one() -> None:
     with torch.cuda.device(1):
-        kernel = runtime.get_kernel("gemm", (256, 256, 128))
+        kernel = api.get_kernel("gemm", (256, 256, 128))
     a, b = (torch.randn(*shape, dtype=torch.bfloat16, device="cuda:1") for shape in ((256, 128), (128, 256)))
     with torch.cuda.device(0):
         result = kernel(a, b)
@@ -265,7 +267,7 @@ def served(problem: Any, template: str) -> Any:
         config = candidates(problem, gpu, (template,))[0]
     except TuningError:
         pytest.skip("the template is not for the problem")
-    kernel = runtime.get_kernel(problem.operator, problem, config=config)
+    kernel = api.get_kernel(problem.operator, problem, config=config)
     for _ in range(8):
         kernel(**ops.get(problem.operator).inputs(problem, "cuda", 0))
     return kernel
@@ -306,7 +308,7 @@ def test_second_calls_have_the_bits_of_first_ones(problem: Any, template: str, m
 def test_second_calls_on_views_of_one_tensor() -> None:
     """Queries, keys and values as a projection leaves them, in an order that the first call did not have."""
     sizes = (2, 4, 256, 64)
-    kernel = runtime.get_kernel("attention", sizes, on_miss="ignore")
+    kernel = api.get_kernel("attention", sizes, on_miss="ignore")
     for turn in range(12):
         parts = normal(2, 256, 3, 4, 64).unbind(2)
         q, k, v = (parts[(turn + i) % 3].transpose(1, 2) for i in range(3))
@@ -318,7 +320,7 @@ def test_second_calls_on_views_of_one_tensor() -> None:
 def test_threads_on_streams_of_their_own_get_their_own_results(keys: int) -> None:
     """With scratch (split keys, a counter of tiles) and without; threads that never touched CUDA before."""
     kernel = decoding(keys)
-    products = runtime.get_kernel("gemm", (128, 128, 128), on_miss="ignore")
+    products = api.get_kernel("gemm", (128, 128, 128), on_miss="ignore")
     warm = normal(2, 8, 1, 128), normal(2, 2, keys, 128)
     for _ in range(8):
         kernel(warm[0], warm[1], warm[1])
@@ -376,7 +378,7 @@ def test_a_first_repeat_within_a_capture_is_right_too() -> None:
     """Nothing is traced there; the call goes the general way."""
     runtime.forget()
     a, b, out = normal(256, 128), normal(128, 256), normal(256, 256)
-    kernel = runtime.get_kernel("gemm", (256, 256, 128), on_miss="ignore")
+    kernel = api.get_kernel("gemm", (256, 256, 128), on_miss="ignore")
     kernel(a, b, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -388,7 +390,7 @@ def test_a_first_repeat_within_a_capture_is_right_too() -> None:
 
 
 def test_second_calls_keep_no_memory() -> None:
-    kernel = runtime.get_kernel("gemm", (1024, 1024, 1024), on_miss="ignore")
+    kernel = api.get_kernel("gemm", (1024, 1024, 1024), on_miss="ignore")
     for _ in range(8):
         kernel(normal(1024, 1024), normal(1024, 1024))
     torch.cuda.synchronize()
@@ -399,7 +401,7 @@ def test_second_calls_keep_no_memory() -> None:
 
 
 def test_second_calls_know_of_gradients_and_inference() -> None:
-    kernel = runtime.get_kernel("gemm", (128, 128, 128), on_miss="ignore")
+    kernel = api.get_kernel("gemm", (128, 128, 128), on_miss="ignore")
     a, weight = normal(128, 128), torch.nn.Parameter(normal(128, 128))
     exact = a.double() @ weight.detach().double()
     for mode in (torch.no_grad, torch.inference_mode):
@@ -413,7 +415,7 @@ def test_second_calls_know_of_gradients_and_inference() -> None:
 
 
 def test_overlaps_and_alignment_are_seen_the_tenth_time_too() -> None:
-    kernel = runtime.get_kernel("gemm", (128, 128, 128), on_miss="ignore")
+    kernel = api.get_kernel("gemm", (128, 128, 128), on_miss="ignore")
     parent, b = normal(384, 128), normal(128, 128)
     for _ in range(8):
         kernel(parent[:128], b, out=parent[128:256])
@@ -443,21 +445,21 @@ def test_functions_see_autocast_and_grad_mode_the_tenth_time_too() -> None:
 
 def test_the_fast_ways_of_torch_are_there() -> None:
     """Without them calls are right, and slower in silence."""
-    from tlxgen import alike, memory
+    from tlxgen.runtime import layout, replay
 
-    assert alike._believed()
+    assert layout._believed()
     shape, strides = (3, 5), (8, 1)
-    made = memory.allocator(shape, strides, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))()
+    made = replay.allocator(shape, strides, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))()
     assert (made.shape, made.stride(), made.dtype, made.is_cuda) == (shape, strides, torch.bfloat16, True)
     assert "_empty_strided_cuda" in repr(
-        memory.allocator(shape, strides, torch.bfloat16, torch.device("cuda", 0)).func  # type: ignore[attr-defined]
+        replay.allocator(shape, strides, torch.bfloat16, torch.device("cuda", 0)).func  # type: ignore[attr-defined]
     )
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_second_calls_on_another_device_than_the_current_one() -> None:
     with torch.cuda.device(1):
-        kernel = runtime.get_kernel("gemm", (256, 256, 128))
+        kernel = api.get_kernel("gemm", (256, 256, 128))
     for current in (*(1,) * 8, 0, 0, 1):
         a, b = (torch.randn(*shape, dtype=torch.bfloat16, device="cuda:1") for shape in ((256, 128), (128, 256)))
         with torch.cuda.device(current):
@@ -465,7 +467,7 @@ def test_second_calls_on_another_device_than_the_current_one() -> None:
             assert torch.cuda.current_device() == current
         assert result.device == a.device
         assert far(result, a.double() @ b.double()) < 4e-3
-    other = runtime.get_kernel("gemm", (256, 256, 128))
+    other = api.get_kernel("gemm", (256, 256, 128))
     a, b = normal(256, 128), normal(128, 256)
     for _ in range(8):
         assert far(other(a, b), a.double() @ b.double()) < 4e-3

@@ -13,13 +13,13 @@ import torch
 from tests import emitted
 from tests.test_simulator_mutations import PLANTED
 from tlxgen import ops
-from tlxgen.emit import KernelSource, emit
-from tlxgen.launch import Launcher
-from tlxgen.loader import load as load_on_gpu
+from tlxgen.codegen.emit import KernelSource, emit
+from tlxgen.codegen.loader import load as load_on_gpu
+from tlxgen.runtime.launch import Launcher
 from tlxgen.simulator.check import check, small_cases
-from tlxgen.simulator.machine import Machine
+from tlxgen.simulator.machine.machine import Machine
 from tlxgen.simulator.program import load as load_in_simulator
-from tlxgen.trials import Card
+from tlxgen.tuner.card import Card
 
 pytestmark = pytest.mark.gpu
 

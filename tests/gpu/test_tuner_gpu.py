@@ -18,16 +18,17 @@ from tests.tuner_runs import (
     script,
     signals_lose_nothing_finished,
 )
-from tlxgen import devices, gpu_lock, ops, tune
-from tlxgen.candidates import candidates
-from tlxgen.compile_pool import CompilePool
+from tlxgen import devices, ops
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.config import Config
-from tlxgen.emit import KernelSource, emit
-from tlxgen.keys import tuning_key
-from tlxgen.measure import PROTOCOL, Verdict
-from tlxgen.store import Store
-from tlxgen.trials import Card
-from tlxgen.tuning import Budget, TuneResult
+from tlxgen.db.record import tuning_key
+from tlxgen.db.store import Store
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner import gpu_lock, tune
+from tlxgen.tuner.card import Card
+from tlxgen.tuner.compile_pool import CompilePool
+from tlxgen.tuner.measure import PROTOCOL, Verdict
+from tlxgen.tuner.state import Budget, TuneResult
 
 torch = pytest.importorskip("torch")
 
@@ -68,7 +69,7 @@ def broken(config: Config) -> KernelSource:
 
 
 #: Other tests may load the card meanwhile, which is none of these tests' business.
-ALONE = "from tlxgen import tune as tuner; tuner.disturbance = lambda *_, **__: ''"
+ALONE = "from tlxgen.tuner import tune as tuner; tuner.disturbance = lambda *_, **__: ''"
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tlxgen import devices, ops
-from tlxgen.candidates import candidates
-from tlxgen.emit import emit
-from tlxgen.process import Child
-from tlxgen.trials import Card
+from tlxgen.codegen.emit import emit
+from tlxgen.space.candidates import candidates
+from tlxgen.tuner.card import Card
+from tlxgen.tuner.process import Child
 
 ADD = ops.get("vector_add")
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from tlxgen.config import Config
-from tlxgen.record import DeviceKey
+from tlxgen.devices import DeviceKey
 
 #: Of the file, read by `tlxgen.export.standalone`. A change that old readers would misread gets a new number.
 FORMAT: Literal[1] = 1
@@ -39,7 +39,7 @@ class Entry(BaseModel):
     problem: dict[str, Any]
     label: str
     config: Config
-    origin: str  #: as `tlxgen.selection.Origin`
+    origin: str  #: as `tlxgen.runtime.selection.Origin`
     why: str  #: the whole account of the choice
     module: str  #: in the package's folder `kernels`
     code_hash: str

@@ -13,14 +13,15 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from tlxgen import ops, runtime, selection
+from tlxgen import ops
 from tlxgen._version import __version__
+from tlxgen.codegen.emit import KernelSource, emit
+from tlxgen.db.record import tuning_key
 from tlxgen.devices import Gpu
-from tlxgen.emit import KernelSource, emit
 from tlxgen.errors import InvalidProblemError, OutputError
 from tlxgen.export.manifest import Entry, Manifest, Provenance
-from tlxgen.keys import tuning_key
 from tlxgen.problem import Problem
+from tlxgen.runtime import kernel, selection
 from tlxgen.toolchain import toolchain
 
 _STANDALONE = Path(__file__).parent / "standalone"
@@ -82,7 +83,7 @@ def _entry(problem: Problem, gpu: Gpu) -> tuple[Entry, KernelSource] | None:
     reason = why_not_exported(problem)
     if reason:
         raise InvalidProblemError(f"{problem.label}: {reason}")
-    choice = runtime.select(problem, gpu, note_miss=False)
+    choice = kernel.select(problem, gpu, note_miss=False)
     if choice.config is None:
         return None
     source = emit(ops.get(problem.operator), problem, choice.config)

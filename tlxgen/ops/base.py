@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from tlxgen import accuracy
 from tlxgen.config import Config, Value
+from tlxgen.ops import accuracy
 from tlxgen.problem import Problem, torch_dtype
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tlxgen import shipped, suites
+from tlxgen.codegen.facts import Facts
+from tlxgen.db import shipped
+from tlxgen.db.record import TunedRecord
 from tlxgen.errors import CacheError, InvalidProblemError, OutputError
-from tlxgen.facts import Facts
-from tlxgen.record import TunedRecord
+from tlxgen.ops import suites
 from tlxgen.regress.findings import Finding, Outcome, Row
 from tlxgen.regress.retime import LEAST_FALL
 from tlxgen.regress.rows import is_final

@@ -8,9 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from xml.etree import ElementTree as ET
 
-import typer
-
-from tlxgen import tables
 from tlxgen.regress.findings import Finding, Outcome
 
 #: What XML cannot hold, escaped or not (Extensible Markup Language 1.0, production 2).
@@ -45,32 +42,8 @@ class Report:
         return iter(sorted(pairs, key=lambda pair: not pair[1].red))
 
 
-def show(report: Report) -> None:
-    """Prints tables of what was found and timed, then what to do about each finding, then the verdict."""
-    found = list(report.findings())
-    if any(outcome.retimed for outcome in report.outcomes):
-        table = tables.empty("timed", "µs", "ratio", "stored", "margin")
-        for row in _times(report.outcomes):
-            table.add_row(*row)
-        tables.show(table)
-    if found:
-        table = tables.empty("where", "row", "check", "found")
-        for outcome, finding in found:
-            table.add_row(outcome.row.place, outcome.row.name, _check(finding), finding.what)
-        tables.show(table)
-        typer.echo("\nWhat to do")
-    for outcome, finding in found:  # not in the table: a command that is copied from here must stay in one piece
-        typer.echo(f"  {outcome.row.place} {finding.check}: {finding.remedy}")
-    for change in report.changes:
-        typer.echo(f"updated: {change}")
-    typer.echo(report.verdict)
-
-
-def _check(finding: Finding) -> str:
-    return finding.check if finding.red else f"({finding.check})"
-
-
-def _times(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str, str, str, str]]:
+def times(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str, str, str, str]]:
+    """A line for each row that was timed: name, µs, ratio, stored ratio, margin."""
     for outcome in outcomes:
         t = outcome.retimed
         if t is not None:
@@ -142,9 +115,9 @@ def to_markdown(report: Report) -> str:
     ]
     if found:
         lines += [*_markdown_table(("check", "where", "row", "found", "what to do"), found), ""]
-    times = list(_times(report.outcomes))
-    if times:
-        lines += [*_markdown_table(("timed", "µs", "ratio", "stored", "margin"), times), ""]
+    timed = list(times(report.outcomes))
+    if timed:
+        lines += [*_markdown_table(("timed", "µs", "ratio", "stored", "margin"), timed), ""]
     if report.changes:
         lines += ["Updated:", "", *(f"- {change}" for change in report.changes), ""]
     return "\n".join(lines)

@@ -22,16 +22,17 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from tlxgen import ops
+from tlxgen.codegen.emit import KernelSource, emit
+from tlxgen.db.record import TunedRecord
 from tlxgen.devices import Gpu
-from tlxgen.emit import KernelSource, emit
 from tlxgen.errors import TuningError
-from tlxgen.measure import PEER, DeviceReport, Verdict
+from tlxgen.ops.command_line import command
 from tlxgen.problem import Problem
-from tlxgen.process import ChildDiedError, ChildTimeoutError
-from tlxgen.record import TunedRecord
-from tlxgen.regress.findings import Finding, Outcome, Retimed, Row, command
+from tlxgen.regress.findings import Finding, Outcome, Retimed, Row
 from tlxgen.regress.rows import is_final, tune_again
-from tlxgen.trials import Card, timings
+from tlxgen.tuner.card import Card, timings
+from tlxgen.tuner.measure import PEER, DeviceReport, Verdict
+from tlxgen.tuner.process import ChildDiedError, ChildTimeoutError
 
 _ROUNDS = 31
 _STORED_ROUNDS = 31  # of the final that a row comes from
@@ -52,7 +53,7 @@ FREE = "see to the card (`nvidia-smi`, `tlxgen doctor`) and run again"
 
 
 class Timer(Protocol):
-    """What is asked of a card: `tlxgen.trials.Card`, or a table of recorded times."""
+    """What is asked of a card: `tlxgen.tuner.card.Card`, or a table of recorded times."""
 
     def setup(self) -> DeviceReport:
         """Makes inputs and reference."""

@@ -12,19 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from tlxgen import ops, shipped, space
-from tlxgen.compile import Binary
-from tlxgen.compile_pool import CompilePool
-from tlxgen.devices import TARGETS, Gpu
-from tlxgen.emit import KernelSource, emit
+from tlxgen import ops
+from tlxgen.codegen.compile import Binary
+from tlxgen.codegen.emit import KernelSource, emit
+from tlxgen.db import shipped
+from tlxgen.db.record import TunedRecord, tuning_key
+from tlxgen.db.validity import why_another, why_dead, why_other_code
+from tlxgen.devices import TARGETS, DeviceKey, Gpu
 from tlxgen.errors import CompileError, TlxgenError
-from tlxgen.foreign import why_another, why_dead
-from tlxgen.keys import tuning_key
-from tlxgen.measure import PROTOCOL
-from tlxgen.record import DeviceKey, TunedRecord
-from tlxgen.regress.findings import Finding, Outcome, Row, command
-from tlxgen.staleness import why_other_code
+from tlxgen.ops.command_line import command
+from tlxgen.regress.findings import Finding, Outcome, Row
+from tlxgen.space import search_space
 from tlxgen.toolchain import toolchain
+from tlxgen.tuner.compile_pool import CompilePool
+from tlxgen.tuner.measure import PROTOCOL
 
 #: A source, and the compute capability to compile it for.
 Job: TypeAlias = tuple[KernelSource, tuple[int, int]]
@@ -106,7 +107,7 @@ def _checked(row: Row, taken: dict[str, Row]) -> Finding | Job:
     operator, gpu = ops.get(record.key.operator), _gpu(record.key.device)
     problem = operator.problem(record.key.problem)
     try:
-        illegal = space.why_illegal(operator, problem, record.config, gpu)
+        illegal = search_space.why_illegal(operator, problem, record.config, gpu)
     except (TlxgenError, ArithmeticError) as error:  # of the search space itself, of a formula
         illegal = str(error)
     if illegal:

@@ -16,15 +16,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tlxgen import accuracy, ops
-from tlxgen.emit import KernelSource, emit
+from tlxgen import ops
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.errors import InvalidProblemError
+from tlxgen.ops import accuracy
 from tlxgen.ops.base import Case
-from tlxgen.simulator import meanings
 from tlxgen.simulator.findings import Finding, Place
-from tlxgen.simulator.machine import POLICIES, Limits, Machine, Policy
+from tlxgen.simulator.language import meanings
+from tlxgen.simulator.machine.machine import POLICIES, Limits, Machine, Policy
+from tlxgen.simulator.machine.timeline import Timeline
 from tlxgen.simulator.program import Program, load
-from tlxgen.simulator.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -218,8 +219,8 @@ class _Trial:
 
     def run(self, machine: Machine) -> None:
         """Runs the kernel on a machine, and says so if the result is wrong."""
-        from tlxgen.plans import with_names
-        from tlxgen.replay import Allocations
+        from tlxgen.runtime.plans import with_names
+        from tlxgen.runtime.replay import Allocations
 
         output = self.operator.output(self.case.problem, self.inputs)
         output.fill_(float("nan"))

@@ -21,7 +21,7 @@ REMEDIES = {
     "roles_out_of_step": "let every role walk the same tiles and K steps",
     "out_of_bounds": "mask the access, or clamp the index",
     "capture": "create the tensor inside the task: tasks share scalars, descriptors and buffers only",
-    "unknown_instruction": "say what the assembly computes, beside the kernel: tlxgen.simulator.assembly.register",
+    "unknown_instruction": "say what the assembly computes, beside the kernel: tlxgen.simulator.language.assembly.register",
     "launch": "correct the argument or launch option that the message names",
     "assume": "the compiler builds on what tl.assume says: correct the assumption or the caller",
     "device_assert": "the kernel's own assertion failed: correct what it checks, or the condition",

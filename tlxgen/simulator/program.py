@@ -20,15 +20,15 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlxgen.errors import InvalidProblemError
-from tlxgen.simulator import transform as transformed
-from tlxgen.simulator.blocks import Block, builtin_abs, builtin_max, builtin_min, builtin_range, normalise
-from tlxgen.simulator.descriptors import Descriptor
 from tlxgen.simulator.dtypes import unwrap
-from tlxgen.simulator.global_memory import GlobalMemory
-from tlxgen.simulator.global_operations import GlobalOperations
-from tlxgen.simulator.language import Language
-from tlxgen.simulator.machine import Machine
-from tlxgen.simulator.tlx_namespace import Tlx
+from tlxgen.simulator.language import transform as transformed
+from tlxgen.simulator.language.blocks import Block, builtin_abs, builtin_max, builtin_min, builtin_range, normalise
+from tlxgen.simulator.language.descriptors import Descriptor
+from tlxgen.simulator.language.global_operations import GlobalOperations
+from tlxgen.simulator.language.namespace import Language
+from tlxgen.simulator.machine.global_memory import GlobalMemory
+from tlxgen.simulator.machine.machine import Machine
+from tlxgen.simulator.tlx.namespace import Tlx
 
 _BUILTINS = {"abs": builtin_abs, "max": builtin_max, "min": builtin_min, "range": builtin_range}
 

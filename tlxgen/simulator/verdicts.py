@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from tlxgen import paths
-from tlxgen.emit import KernelSource
+from tlxgen.codegen.emit import KernelSource
 
 _SCHEDULES = 3  # one for each policy: what is found hardly depends on the seed
 _PACKAGE = Path(__file__).parents[1]
@@ -65,6 +65,6 @@ def _remember(source: KernelSource, verdict: str | None) -> None:
 def _version() -> str:
     """Hash of what a verdict depends on beside the code: simulator, small problems, references, and when they agree."""
     digest = hashlib.sha256()
-    for path in sorted([*_PACKAGE.glob("simulator/*.py"), *_PACKAGE.glob("ops/**/*.py"), _PACKAGE / "accuracy.py"]):
+    for path in sorted([*_PACKAGE.glob("simulator/**/*.py"), *_PACKAGE.glob("ops/**/*.py")]):
         digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -1,0 +1,454 @@
+"""The command line: `tlxgen tune | show | emit | export | check | regress | doctor | cache`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tlxgen import ops
+from tlxgen._version import __version__
+from tlxgen.cli import cache as cli_cache
+from tlxgen.cli import export
+from tlxgen.errors import InvalidConfigError, InvalidProblemError, OutputError, TlxgenError
+from tlxgen.problem import Problem
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(cli_cache.app, name="cache", help="List, export, import and prune tuned configs.")
+app.command()(export.export)
+
+#: Everything but results goes here.
+_log = Console(stderr=True)
+
+_Operator = Annotated[str, typer.Argument(help=f"One of {', '.join(ops.NAMES)}.", show_default=False)]
+#: Of the arguments after the operator.
+_SIZES = (
+    "Sizes: gemm M N K, grouped_gemm E ROWS N K (E experts, ROWS tokens), attention B H S D, "
+    "attention_varlen B H TOTAL D (TOTAL rows), vector_add n."
+)
+_UNTUNED = "`tlxgen tune --untuned` for all that programs asked for"
+_Sizes = Annotated[list[str], typer.Argument(help=_SIZES, show_default=False)]
+_DType = Annotated[str, typer.Option(help="bf16, fp16 or fp32 (through TF32).")]
+_OutDType = Annotated[str | None, typer.Option(help="Output dtype of gemm and grouped_gemm; the input's by default.")]
+_Layout = Annotated[str | None, typer.Option(help="nn, nt, tn or tt: how A and B of gemm and grouped_gemm are stored.")]
+_Epilogue = Annotated[
+    str | None,
+    typer.Option(
+        help="none, or parts of scale+bias+relu|gelu|silu+residual, in that order; of grouped_gemm, "
+        "bias+relu|gelu|silu|swiglu|geglu."
+    ),
+]
+_Form = Annotated[
+    str | None, typer.Option(help="Of grouped_gemm: 2d3d, 3d2d, 2d2d, 3d3d (ranks of A and B), masked or gather.")
+]
+_MaxRows = Annotated[int | None, typer.Option(help="Tokens that an expert of masked grouped_gemm has room for.")]
+_GroupSizes = Annotated[
+    str | None, typer.Option(help="How grouped_gemm's tokens are spread: even, dirichlet, zipf, or numbers by commas.")
+]
+_KvHeads = Annotated[int | None, typer.Option(help="Heads of k and v of attention; H by default.")]
+_KvLen = Annotated[int | None, typer.Option(help="Length of k and v of attention; S by default.")]
+_TotalKv = Annotated[int | None, typer.Option(help="Keys of all sequences of attention_varlen; TOTAL by default.")]
+_MaxQ = Annotated[int | None, typer.Option(help="Rows of attention_varlen's longest sequence; all alike by default.")]
+_MaxKv = Annotated[int | None, typer.Option(help="Keys of its longest sequence; as its rows by default.")]
+_Causal = Annotated[str | None, typer.Option(help="Of attention: none, bottom-right (as FlashAttention) or top-left.")]
+_Window = Annotated[int | None, typer.Option(help="Keys that a row of causal attention sees, itself included.")]
+_Softcap = Annotated[float | None, typer.Option(help="Scores of attention become CAP * tanh(score / CAP).")]
+_Lse = Annotated[bool, typer.Option("--lse", help="Attention also gives each row's log-sum-exp.")]
+_Exact = Annotated[bool, typer.Option("--exact", help="Attention rescales at every rise of a row's largest score.")]
+_Json = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout.")]
+_Limit = Annotated[
+    float,
+    typer.Option(min=1, max=3600, help="Seconds on the GPU after which a kernel counts as hung, and its process ends."),
+]
+_Target = Annotated[str | None, typer.Option(help="GPU to compile for: h200, h100, h100-pcie, h20, ….")]
+
+
+#: The arguments of commands that are fields of problems.
+_PROBLEM_OPTIONS = (
+    "dtype",
+    "out_dtype",
+    "layout",
+    "epilogue",
+    "form",
+    "max_rows",
+    "group_sizes",
+    "kv_heads",
+    "kv_len",
+    "total_kv",
+    "max_q",
+    "max_kv",
+    "causal",
+    "window",
+    "softcap",
+    "lse",
+    "exact",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001 - read by main
+) -> None:
+    """Tuned TLX kernels for Hopper GPUs."""
+    if version:
+        typer.echo(f"tlxgen {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def tune(
+    operator: Annotated[str | None, typer.Argument(help=f"One of {', '.join(ops.NAMES)}.", show_default=False)] = None,
+    sizes: Annotated[list[str] | None, typer.Argument(help=_SIZES, show_default=False)] = None,
+    dtype: _DType = "bf16",
+    out_dtype: _OutDType = None,
+    layout: _Layout = None,
+    epilogue: _Epilogue = None,
+    form: _Form = None,
+    max_rows: _MaxRows = None,
+    group_sizes: _GroupSizes = None,
+    kv_heads: _KvHeads = None,
+    kv_len: _KvLen = None,
+    total_kv: _TotalKv = None,
+    max_q: _MaxQ = None,
+    max_kv: _MaxKv = None,
+    causal: _Causal = None,
+    window: _Window = None,
+    softcap: _Softcap = None,
+    lse: _Lse = False,
+    exact: _Exact = False,
+    trials: Annotated[int | None, typer.Option(min=1, help="Distinct candidates; 200, or 24 without a GPU.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Time for the search.")] = 120.0,
+    sampler: Annotated[str, typer.Option(help="tpe, random, exhaustive, qmc or gp.")] = "tpe",
+    seed: Annotated[int, typer.Option(help="Of the search and of the inputs.")] = 0,
+    workers: Annotated[int | None, typer.Option(min=1, help="Compilers at once; one a core by default.")] = None,
+    limit: _Limit = 20.0,
+    template: Annotated[list[str] | None, typer.Option(help="Only these templates; may be given again.")] = None,
+    compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile and rank; measure nothing.")] = False,
+    target: _Target = None,
+    untuned: Annotated[
+        bool, typer.Option("--untuned", help="All problems that programs asked for here and found no row for.")
+    ] = False,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="All shapes of a suite that are not tuned: a YAML file, or a name such as attention."),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of a suite, the shapes with these words in their labels; given again, with those words as well."
+        ),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Of a suite, what is tuned too.")] = False,
+    within: Annotated[
+        float | None, typer.Option(min=0, help="Of --untuned and --suite: begin no problem after so many seconds.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Find the best kernel for a problem and keep it.
+
+    With a Hopper GPU candidates are measured. Without one, or with --compile-only, they are compiled for --target and
+    ranked by the analytic model; what is kept then is marked `predicted` and never displaces a measurement.
+    """
+    from tlxgen.cli import tune as tuning_cli
+
+    if suite is None and (only or again):
+        raise InvalidProblemError(f"{'--only' if only else '--again'} chooses from a suite; add --suite")
+    if within is not None and suite is None and not untuned:
+        raise InvalidProblemError("--within is for lists, --untuned or --suite; --seconds is the time of one search")
+    options = tuning_cli.Options(
+        trials=trials,
+        seconds=seconds,
+        sampler=sampler,
+        seed=seed,
+        workers=workers,
+        templates=tuple(template) if template else None,
+        compile_only=compile_only,
+        target=target,
+        as_json=as_json,
+        within=within,
+        limit=limit,
+    )
+    if untuned:
+        if sizes or suite is not None:
+            raise InvalidProblemError("--untuned takes its problems from the list, so none may be named beside it")
+        tuning_cli.run_untuned(operator, options, _log)
+        return
+    if suite is not None:
+        if operator is not None:
+            raise InvalidProblemError("--suite takes its problems from the file, so none may be named beside it")
+        tuning_cli.run_suite(suite, options, _log, only=only or (), again=again)
+        return
+    if operator is None:
+        raise InvalidProblemError(f"name a problem, such as `tlxgen tune gemm 4096 4096 4096`; or {_UNTUNED}")
+    tuning_cli.run(parse(operator, sizes or [], **_problem_options(locals())), options, _log)
+
+
+@app.command()
+def show(
+    operator: _Operator,
+    sizes: _Sizes,
+    dtype: _DType = "bf16",
+    out_dtype: _OutDType = None,
+    layout: _Layout = None,
+    epilogue: _Epilogue = None,
+    form: _Form = None,
+    max_rows: _MaxRows = None,
+    group_sizes: _GroupSizes = None,
+    kv_heads: _KvHeads = None,
+    kv_len: _KvLen = None,
+    total_kv: _TotalKv = None,
+    max_q: _MaxQ = None,
+    max_kv: _MaxKv = None,
+    causal: _Causal = None,
+    window: _Window = None,
+    softcap: _Softcap = None,
+    lse: _Lse = False,
+    exact: _Exact = False,
+    target: _Target = None,
+    as_json: _Json = False,
+) -> None:
+    """Which kernel `get_kernel` would give for a problem, and why."""
+    from tlxgen import devices
+    from tlxgen.runtime import kernel as runtime
+
+    problem = parse(operator, sizes, **_problem_options(locals()))
+    gpu = devices.target(target) if target else devices.present()
+    kernel = runtime.Kernel(problem, runtime.select(problem, gpu, note_miss=False), gpu)
+    if as_json:
+        config = kernel.config.model_dump() if kernel.config else None
+        answer = {"problem": problem.model_dump(), "origin": kernel.origin, "config": config, "why": kernel.explain()}
+        typer.echo(json.dumps(answer))
+    else:
+        typer.echo(f"{problem.label} on {gpu.slug if gpu else 'a machine without a CUDA GPU'}")
+        typer.echo(f"  {kernel.explain()}".replace("; ", "\n  "))
+
+
+@app.command()
+def emit(
+    operator: _Operator,
+    sizes: _Sizes,
+    dtype: _DType = "bf16",
+    out_dtype: _OutDType = None,
+    layout: _Layout = None,
+    epilogue: _Epilogue = None,
+    form: _Form = None,
+    max_rows: _MaxRows = None,
+    group_sizes: _GroupSizes = None,
+    kv_heads: _KvHeads = None,
+    kv_len: _KvLen = None,
+    total_kv: _TotalKv = None,
+    max_q: _MaxQ = None,
+    max_kv: _MaxKv = None,
+    causal: _Causal = None,
+    window: _Window = None,
+    softcap: _Softcap = None,
+    lse: _Lse = False,
+    exact: _Exact = False,
+    target: _Target = None,
+    template: Annotated[str | None, typer.Option(help="A template; the model's favourite config of it.")] = None,
+    param: Annotated[list[str] | None, typer.Option("--param", "-p", help="name=value; may be given again.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write; stdout by default.")] = None,
+) -> None:
+    """Write a problem's kernel as one Python file that runs without tlxgen.
+
+    Takes the tuned config if there is one, the model's favourite otherwise; --template and --param choose another.
+    """
+    from tlxgen import devices
+    from tlxgen.codegen.emit import emit as emit_source
+
+    problem = parse(operator, sizes, **_problem_options(locals()))
+    gpu = devices.target(target) if target else devices.detect() or devices.target("h200")
+    config = _chosen_config(problem, gpu, template, param or [])
+    text = emit_source(ops.get(operator), problem, config).text
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"--output {output}: {error.strerror}") from None
+        _log.print(f"{output}: {config.short}")
+
+
+@app.command()
+def check(
+    what: Annotated[str, typer.Argument(help="A file with a kernel, or an operator.", show_default=False)],
+    sizes: Annotated[list[str] | None, typer.Argument(help="The operator's sizes.", show_default=False)] = None,
+    dtype: _DType = "bf16",
+    out_dtype: _OutDType = None,
+    layout: _Layout = None,
+    epilogue: _Epilogue = None,
+    form: _Form = None,
+    max_rows: _MaxRows = None,
+    group_sizes: _GroupSizes = None,
+    kv_heads: _KvHeads = None,
+    kv_len: _KvLen = None,
+    total_kv: _TotalKv = None,
+    max_q: _MaxQ = None,
+    max_kv: _MaxKv = None,
+    causal: _Causal = None,
+    window: _Window = None,
+    softcap: _Softcap = None,
+    lse: _Lse = False,
+    exact: _Exact = False,
+    target: _Target = None,
+    config: Annotated[str | None, typer.Option(help="'TEMPLATE name=value ...', as `show` prints it.")] = None,
+    template: Annotated[str | None, typer.Option(help="A template; the model's favourite config of it.")] = None,
+    param: Annotated[list[str] | None, typer.Option("--param", "-p", help="name=value; may be given again.")] = None,
+    entry: Annotated[str | None, typer.Option(help="Function of the file that launches its kernels.")] = None,
+    schedules: Annotated[int, typer.Option(min=1, help="Schedules for each small problem.")] = 6,
+    seed: Annotated[int, typer.Option(help="Of schedules and inputs.")] = 0,
+    timeline: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the first run here.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Simulate a kernel on the CPU: deadlocks, races, wrong results. Exit status 1 if there are any.
+
+    A file that tlxgen emitted, edited or not, is checked on small problems of its own kind. Any other file with TLX
+    kernels needs --entry: a function without arguments that makes CPU tensors and launches `kernel[grid](...)`.
+    """
+    from tlxgen import devices
+    from tlxgen.cli import check as cli_check
+    from tlxgen.codegen.emit import emit as emit_source
+    from tlxgen.runtime import pinning
+
+    if what.endswith(".py") or Path(what).is_file():
+        if sizes:
+            raise InvalidProblemError(f"check {what}: a file takes no sizes")
+        cli_check.run_file(Path(what), entry, schedules=schedules, seed=seed, timeline=timeline, as_json=as_json)
+        return
+    problem = parse(what, sizes or [], **_problem_options(locals()))
+    gpu = devices.target(target) if target else devices.detect() or devices.target("h200")
+    if config:
+        chosen = pinning.as_config(what, config)
+        _refuse_illegal(problem, chosen, gpu)
+    else:
+        chosen = _chosen_config(problem, gpu, template, param or [])
+    source = emit_source(ops.get(what), problem, chosen)
+    cli_check.run_source(source, schedules=schedules, seed=seed, timeline=timeline, as_json=as_json)
+
+
+@app.command()
+def regress(
+    cache: Annotated[
+        list[Path] | None, typer.Option(help="File of tuned configs; may be given again. Those of tlxgen by default.")
+    ] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML here: a test case for each row.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write a summary here, such as $GITHUB_STEP_SUMMARY.")] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="Store facts and shapes of today beside each file; never times.")
+    ] = False,
+    suites: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder of suites whose shapes must keep their rows."),
+    ] = None,
+    gpu: Annotated[
+        bool | None, typer.Option("--gpu/--no-gpu", help="Insist on timing rows, or time none. As it comes by default.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Compilers at once; one a core by default.")] = None,
+    limit: _Limit = 20.0,
+    as_json: _Json = False,
+) -> None:
+    """Check that tuned configs still hold. Exit status 1 if one does not.
+
+    Without a GPU: key, legality, code, compiler, facts of the binary, simulator, shapes that must have a row. On a GPU
+    of the rows' model also results and the ratio to the library.
+    """
+    from tlxgen.cli import regress as cli_regress
+
+    outputs = cli_regress.Outputs(junit, markdown, as_json)
+    cli_regress.run(cache or [], outputs, update=update, suites=suites, gpu=gpu, workers=workers, limit=limit, log=_log)
+
+
+@app.command()
+def doctor(as_json: _Json = False) -> None:
+    """Report GPU, driver, CUDA, triton, tools and cache, and what to do about each problem."""
+    from tlxgen.cli import doctor as examination
+
+    findings = examination.examine()
+    if as_json:
+        typer.echo(examination.to_json(findings))
+    else:
+        examination.report(findings, Console())
+    if any(finding.status == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
+def parse(operator: str, sizes: Sequence[str], **options: Any) -> Problem:
+    """The Problem that command-line words mean.
+
+    Raises:
+        InvalidProblemError: a size is no whole number of at least 1, or an option does not fit the operator.
+    """
+    numbers = [_size(operator, word) for word in sizes]
+    problem = ops.get(operator).problem(numbers, **options)
+    assert isinstance(problem, Problem)
+    return problem
+
+
+def _problem_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a command's arguments that describe a problem, as far as they were given."""
+    return {name: given[name] for name in _PROBLEM_OPTIONS if given[name] is not None and given[name] is not False}
+
+
+def _size(operator: str, word: str) -> int:
+    try:
+        number = int(word)
+    except ValueError:
+        raise InvalidProblemError(f"{operator}: size {word!r} is not a whole number") from None
+    if number < 1:
+        raise InvalidProblemError(f"{operator}: size {word} must be at least 1")
+    return number
+
+
+def _chosen_config(problem: Problem, gpu: Any, template: str | None, params: list[str]) -> Any:
+    from tlxgen.config import Config, parse_params
+    from tlxgen.runtime import kernel as runtime
+    from tlxgen.space.candidates import candidates
+
+    if template is None and not params:
+        choice = runtime.select(problem, gpu, note_miss=False)
+        if choice.config is not None:
+            return choice.config
+    templates = (template,) if template else None
+    favourite = candidates(problem, gpu, templates)[0]
+    try:
+        config = Config(template=favourite.template, params={**favourite.params, **parse_params(params)})
+    except InvalidConfigError as error:
+        raise InvalidConfigError(f"--param {error}") from None
+    _refuse_illegal(problem, config, gpu)
+    return config
+
+
+def _refuse_illegal(problem: Problem, config: Any, gpu: Any) -> None:
+    from tlxgen.space import search_space
+
+    reason = search_space.why_illegal(ops.get(problem.operator), problem, config, gpu)
+    if reason:
+        raise InvalidConfigError(reason)
+
+
+def main() -> None:
+    """Entry point: one line for every refusal; its class decides the exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: _interrupt())
+    debug = "--debug" in sys.argv
+    try:
+        app()
+    except TlxgenError as error:
+        if debug:
+            raise
+        _log.print(f"tlxgen: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _log.print("tlxgen: interrupted", style="red")
+        sys.exit(130)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,101 @@
+"""`tlxgen check`: is a kernel free of deadlocks and races? Needs no GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from tlxgen import ops
+from tlxgen.config import Config
+from tlxgen.errors import InvalidProblemError, OutputError, TlxgenError
+from tlxgen.space import absent
+
+if TYPE_CHECKING:
+    from tlxgen.codegen.emit import KernelSource
+    from tlxgen.problem import Problem
+    from tlxgen.simulator.check import Report
+
+
+def run_source(
+    source: KernelSource,
+    *,
+    schedules: int,
+    seed: int,
+    timeline: Path | None,
+    as_json: bool,
+    path: Path | None = None,
+) -> None:
+    """Checks one kernel and prints the report.
+
+    Raises:
+        OutputError: the timeline cannot be written.
+        typer.Exit: with status 1, something was found.
+    """
+    from tlxgen.simulator.check import check
+
+    try:
+        report = check(source, schedules, seed, timeline=timeline, path=path)
+    except OSError as error:
+        raise OutputError(f"--timeline {timeline}: {error.strerror}") from None
+    _print(report, as_json)
+
+
+def run_file(path: Path, entry: str | None, *, schedules: int, seed: int, timeline: Path | None, as_json: bool) -> None:
+    """Checks a file: one that tlxgen emitted (edited or not), or any other through a function of it.
+
+    Raises:
+        InvalidProblemError: the file cannot be read, or says neither what it computes nor what to call.
+        typer.Exit: with status 1, something was found.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        compile(text, str(path), "exec")
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
+        raise InvalidProblemError(f"{path}: {error}") from None
+    if entry is None:
+        source = read_back(path, text)
+        run_source(source, schedules=schedules, seed=seed, timeline=timeline, as_json=as_json, path=path)
+        return
+    if timeline is not None:
+        raise InvalidProblemError("--timeline is for emitted kernels: it shows one run of one kernel")
+    from tlxgen.simulator.check import check_host
+
+    _print(check_host(path, entry, schedules, seed), as_json)
+
+
+def read_back(path: Path, text: str) -> KernelSource:
+    """The problem and config that an emitted file names in its header, with the file's own text.
+
+    Raises:
+        InvalidProblemError: there is no such header, or it makes no sense.
+    """
+    from tlxgen.codegen.emit import KernelSource
+
+    header = {}
+    for line in text.splitlines()[:12]:
+        word, _, rest = line.strip().partition(" ")
+        if word in ("problem", "config", "template"):
+            header[word] = rest.split()
+    if len(header) < 3:
+        raise InvalidProblemError(f"{path} has no header of tlxgen: name a function that launches its kernel (--entry)")
+    try:
+        problem: Problem = ops.get(header["problem"][0]).problem_type.from_label(" ".join(header["problem"]))
+        config = absent.completed(Config.from_short(" ".join([header["template"][0], *header["config"]])))
+    except (TlxgenError, LookupError) as error:
+        raise InvalidProblemError(f"{path}: its header makes no sense: {error}") from None
+    return KernelSource(problem.operator, problem, config, text)
+
+
+def _print(report: Report, as_json: bool) -> None:
+    from tlxgen.simulator.check import describe, to_json
+
+    if as_json:
+        typer.echo(json.dumps(to_json(report)))
+    else:
+        for line in describe(report):
+            typer.echo(line)
+    if not report.clean:
+        raise typer.Exit(1)

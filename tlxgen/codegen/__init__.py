@@ -1,0 +1,1 @@
+"""From a config to a loaded binary: emitting, compiling, reading what the compiler reports, importing."""

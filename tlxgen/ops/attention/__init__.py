@@ -1,0 +1,1 @@
+"""Scaled dot-product attention, forward: problem, operator, time model, and what torch and other libraries offer."""

@@ -1,0 +1,108 @@
+"""What attention computes: sizes, heads, mask, softcap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tlxgen.ops.attention import kernels
+from tlxgen.problem import Problem, dtype_name, parse_problem
+
+if TYPE_CHECKING:
+    pass
+
+
+Causal = Literal["none", "bottom-right", "top-left"]
+
+
+_LARGEST_HEAD = 256
+
+
+LARGEST_SOFTCAP = 1e4  # beyond, 1 - 2 / (exp(2 x) + 1) has no digits left for the tanh of small scores
+
+
+class AttentionProblem(Problem):
+    """Attention of q (B, H, S, D) to k and v (B, kv_heads, kv_len, D).
+
+    `causal` says where the diagonal ends: `bottom-right`, as FlashAttention has it, lets the last row see all keys;
+    `top-left` lets the first row see the first key. `window` is the number of keys that a row of a causal problem sees,
+    itself included; 0 for all. `softcap` squeezes scores to softcap · tanh(score / softcap); 0 for none. With `lse`
+    the kernel also writes each row's log-sum-exp. With `exact` the output is rescaled at every rise of a row's largest
+    score, as the online softmax is written down, not only beyond a factor of 2 ** 8. The scale is the call's argument.
+    """
+
+    operator: ClassVar[str] = "attention"
+    sizes: ClassVar[tuple[str, ...]] = ("B", "H", "S", "D")
+    extents: ClassVar[tuple[str, ...]] = ("kv_heads", "kv_len")
+    lengths: ClassVar[Mapping[str, float]] = {"B": 0.5, "H": 0.5, "S": 1.0, "kv_heads": 0.5, "kv_len": 1.0}
+    running: ClassVar[Mapping[str, int]] = {"B": 1, "S": 1, "kv_len": 1}
+
+    B: int = Field(ge=0, le=2**20)
+    H: int = Field(ge=1, le=2**12)
+    S: int = Field(ge=0, le=2**24)
+    D: int = Field(ge=8, le=_LARGEST_HEAD, multiple_of=8)
+    kv_heads: int = Field(ge=1)
+    kv_len: int = Field(ge=0, le=2**24)
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    causal: Causal = "none"
+    window: int = Field(default=0, ge=0)
+    softcap: float = Field(default=0.0, ge=0.0, le=LARGEST_SOFTCAP, allow_inf_nan=False)
+    lse: bool = False
+    exact: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_like_queries(cls, data: dict[str, Any]) -> dict[str, Any]:
+        data = dict(data)
+        for name, default in (("kv_heads", "H"), ("kv_len", "S")):
+            if data.get(name) is None and default in data:
+                data[name] = data[default]
+        return kernels.without_idle_window(data, "S", "kv_len")
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _short_name(cls, value: Any) -> Any:
+        return dtype_name(value)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AttentionProblem:
+        if self.H % self.kv_heads:
+            raise ValueError(f"H = {self.H} is no multiple of kv_heads = {self.kv_heads}")
+        if self.window and self.causal == "none":
+            raise ValueError(f"window = {self.window} needs causal: it counts keys back from the diagonal")
+        return self
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute, or nothing to attend to."""
+        return not (self.B and self.S and self.kv_len)
+
+    @property
+    def label(self) -> str:
+        """As on the command line, with what differs from the defaults: `attention 4 32 4096 128 bf16 window=1024`."""
+        words = ["attention", self.B, self.H, self.S, self.D, self.dtype]
+        words += [f"kv_heads={self.kv_heads}"] if self.kv_heads != self.H else []
+        words += [f"kv_len={self.kv_len}"] if self.kv_len != self.S else []
+        words += [f"causal={self.causal}"] if self.causal != "none" else []
+        words += [f"window={self.window}"] if self.window else []
+        words += [f"softcap={self.softcap}"] if self.softcap else []
+        words += [f"{name}=1" for name in ("lse", "exact") if getattr(self, name)]
+        return " ".join(map(str, words))
+
+    @classmethod
+    def from_label(cls, label: str) -> AttentionProblem:
+        """See `Problem.from_label`."""
+        words = label.split()[1:]
+        fields: dict[str, Any] = {"dtype": words[4] if len(words) > 4 else "bf16"}
+        for word in words[5:]:
+            name, _, value = word.partition("=")
+            fields[name] = value if name == "causal" else float(value) if name == "softcap" else int(value)
+        fields |= {name: bool(fields[name]) for name in ("lse", "exact") if name in fields}
+        return parse_problem(cls, [int(word) if word.isdecimal() else word for word in words[:4]], fields)
+
+    @property
+    def diagonal(self) -> int:
+        """Row i of a causal problem sees keys up to i + this."""
+        return self.kv_len - self.S if self.causal == "bottom-right" else 0

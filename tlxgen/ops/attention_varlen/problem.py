@@ -1,0 +1,215 @@
+"""What attention over packed sequences computes, and how the lengths of a problem are drawn."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tlxgen.ops.attention import kernels
+from tlxgen.ops.attention.problem import LARGEST_SOFTCAP, AttentionProblem, Causal
+from tlxgen.ops.base import Tensors
+from tlxgen.problem import Problem, dtype_name, parse_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+#: A sequence: its rows of q, and its keys.
+Lengths = tuple[int, int]
+
+
+_LONGEST = 2**24
+
+
+class AttentionVarlenProblem(Problem):
+    """Attention of q (total_q, H, D) to k and v (total_kv, kv_heads, D), B sequences one after the other.
+
+    No sequence has more rows than `max_q`, nor more keys than `max_kv`. The other fields are those of
+    `AttentionProblem`, and hold within each sequence.
+    """
+
+    operator: ClassVar[str] = "attention_varlen"
+    sizes: ClassVar[tuple[str, ...]] = ("B", "H", "total_q", "D")
+    extents: ClassVar[tuple[str, ...]] = ("kv_heads", "total_kv", "max_q", "max_kv")
+    lengths: ClassVar[Mapping[str, float]] = dict.fromkeys(("total_q", "total_kv"), 1.0) | dict.fromkeys(
+        ("B", "H", "kv_heads", "max_q", "max_kv"), 0.5
+    )
+    running: ClassVar[Mapping[str, int]] = dict.fromkeys(("B", "total_q", "total_kv", "max_q", "max_kv"), 1)
+
+    B: int = Field(ge=0, le=2**20)
+    H: int = Field(ge=1, le=2**12)
+    total_q: int = Field(ge=0, le=_LONGEST)
+    D: int = Field(ge=8, le=256, multiple_of=8)
+    kv_heads: int = Field(ge=1)
+    total_kv: int = Field(ge=0, le=_LONGEST)
+    max_q: int = Field(ge=0, le=_LONGEST)
+    max_kv: int = Field(ge=0, le=_LONGEST)
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    causal: Causal = "none"
+    window: int = Field(default=0, ge=0)
+    softcap: float = Field(default=0.0, ge=0.0, le=LARGEST_SOFTCAP, allow_inf_nan=False)
+    lse: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _equal_lengths(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Unless told otherwise: as many keys as rows, and all sequences alike."""
+        data = dict(data)
+        for name, default in _DEFAULTS.items():
+            if data.get(name) is None:
+                data.pop(name, None)
+                try:
+                    data[name] = default(data)
+                except (KeyError, TypeError):  # of a field that is missing or no number, which is refused
+                    continue
+        # No sequence has more rows or keys than there are in all.
+        return kernels.without_idle_window(data, "total_q", "total_kv")
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _short_name(cls, value: Any) -> Any:
+        return dtype_name(value)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AttentionVarlenProblem:
+        if self.H % self.kv_heads:
+            raise ValueError(f"H = {self.H} is no multiple of kv_heads = {self.kv_heads}")
+        if self.window and self.causal == "none":
+            raise ValueError(f"window = {self.window} needs causal: it counts keys back from the diagonal")
+        for total, most in (("total_q", "max_q"), ("total_kv", "max_kv")):
+            if getattr(self, total) > self.B * getattr(self, most):
+                given = f"{total} = {getattr(self, total)} exceeds B x {most} = {self.B} x {getattr(self, most)}"
+                raise ValueError(f"{given}: so much does not fit into the sequences")
+        return self
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute, or nothing to attend to."""
+        return not (self.B and self.total_q and self.total_kv)
+
+    def settled(self, lengths: Mapping[str, int]) -> dict[str, int]:
+        """See `Problem.settled`: the longest sequence is no shorter than all are on average."""
+        made = dict(lengths)
+        for total, most in (("total_q", "max_q"), ("total_kv", "max_kv")):
+            made[most] = max(made[most], -(-made[total] // max(1, made["B"])))
+        return made
+
+    @property
+    def label(self) -> str:
+        """As on the command line, with what differs from the defaults: `attention_varlen 4 32 4096 128 bf16 lse=1`."""
+        words = ["attention_varlen", self.B, self.H, self.total_q, self.D, self.dtype]
+        known: dict[str, Any] = {name: getattr(self, name) for name in self.sizes}
+        for name, default in _DEFAULTS.items():
+            words += [f"{name}={getattr(self, name)}"] if getattr(self, name) != default(known) else []
+            known[name] = getattr(self, name)
+        words += [f"causal={self.causal}"] if self.causal != "none" else []
+        words += [f"window={self.window}"] if self.window else []
+        words += [f"softcap={self.softcap}"] if self.softcap else []
+        words += ["lse=1"] if self.lse else []
+        return " ".join(map(str, words))
+
+    @classmethod
+    def from_label(cls, label: str) -> AttentionVarlenProblem:
+        """See `Problem.from_label`."""
+        words = label.split()[1:]
+        fields: dict[str, Any] = {"dtype": words[4] if len(words) > 4 else "bf16"}
+        for word in words[5:]:
+            name, _, value = word.partition("=")
+            fields[name] = value if name == "causal" else float(value) if name == "softcap" else int(value)
+        if "lse" in fields:
+            fields["lse"] = bool(fields["lse"])
+        return parse_problem(cls, [int(word) if word.isdecimal() else word for word in words[:4]], fields)
+
+    @property
+    def head(self) -> int:
+        """The head dimension in shared memory."""
+        return kernels.padded(self.D)
+
+    def alone(self, lengths: Lengths, batch: int = 1) -> AttentionProblem:
+        """So many sequences of the same length, not packed."""
+        names = ("H", "D", "kv_heads", "dtype", "causal", "window", "softcap", "lse")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return AttentionProblem(B=batch, S=lengths[0], kv_len=lengths[1], **fields)
+
+    @property
+    def average(self) -> AttentionProblem:
+        """All sequences as long as they are on average."""
+        lengths = (math.ceil(self.total_q / max(1, self.B)), math.ceil(self.total_kv / max(1, self.B)))
+        return self.alone(lengths, self.B)
+
+
+#: Fields that may be left out → what they are then, in an order in which each knows those before.
+_DEFAULTS: dict[str, Any] = {
+    "kv_heads": lambda known: known["H"],
+    "total_kv": lambda known: known["total_q"],
+    "max_q": lambda known: -(-known["total_q"] // max(1, known["B"])),
+    "max_kv": lambda known: max(known["max_q"], -(-known["total_kv"] // max(1, known["B"]))),
+}
+
+
+def drawn_lengths(problem: AttentionVarlenProblem) -> tuple[Lengths, ...]:
+    """Lengths of a problem's sequences, for tuning and tests: uneven, and the same each time.
+
+    One sequence is as long as may be. The others have lengths uniform from 0 on, stretched to make up the total, cut
+    where the longest ends. The longer a sequence's rows the longer its keys; where totals and maxima of both are alike,
+    so are the lengths. The order is random.
+    """
+    return _drawn(problem.B, (problem.total_q, problem.max_q), (problem.total_kv, problem.max_kv))
+
+
+@lru_cache(maxsize=64)
+def _drawn(count: int, rows: tuple[int, int], keys: tuple[int, int]) -> tuple[Lengths, ...]:
+    rng = random.Random(f"{count} {rows} {keys}")  # noqa: S311 - no secret
+    shares = sorted((rng.randrange(1, 2**30) for _ in range(count)), reverse=True)
+    drawn = list(zip(_stretched(shares, *rows), _stretched(shares, *keys), strict=True))
+    rng.shuffle(drawn)
+    return tuple(drawn)
+
+
+def _stretched(shares: Sequence[int], total: int, most: int) -> list[int]:
+    """Lengths in proportion to shares, which fall, that sum to the total; the first is the longest that may be.
+
+    >>> _stretched([9, 8, 4, 2, 1], 100, 40)
+    [40, 32, 16, 8, 4]
+    """
+    if not shares:
+        return []
+    most = min(most, total)
+    lengths, left, weight = [most], total - most, sum(shares[1:])
+    while len(lengths) < len(shares) and shares[len(lengths)] * left > most * weight:
+        weight -= shares[len(lengths)]
+        lengths.append(most)
+        left -= most
+    cut = len(lengths)
+    lengths += [share * left // weight for share in shares[cut:]]
+    missing = total - sum(lengths)  # less than one for each that was rounded down
+    return [n + 1 if cut <= i < cut + missing else n for i, n in enumerate(lengths)]
+
+
+def _measures(lengths: Sequence[Lengths]) -> dict[str, int]:
+    """Totals and maxima of rows and keys."""
+    rows, keys = zip(*lengths, strict=True)
+    return {"total_q": sum(rows), "max_q": max(rows), "total_kv": sum(keys), "max_kv": max(keys)}
+
+
+def sequences(
+    problem: AttentionVarlenProblem, inputs: Tensors
+) -> Iterator[tuple[slice, slice, AttentionProblem, Tensors]]:
+    """Sequences with rows and keys: where both are, and each as a problem of its own with its inputs.
+
+    Asks the device where sequences end, and waits for the answer.
+    """
+    ends = (inputs["cu_seqlens_q"].tolist(), inputs["cu_seqlens_kv"].tolist())
+    for rows, keys in zip(*(map(slice, *zip(*pairwise(one), strict=True)) for one in ends), strict=True):
+        lengths = (rows.stop - rows.start, keys.stop - keys.start)
+        if all(lengths):
+            parts = {"q": rows, "k": keys, "v": keys}
+            own = {name: inputs[name][part].transpose(0, 1)[None] for name, part in parts.items()}
+            own |= {"scale": inputs["scale"]} if "scale" in inputs else {}
+            yield rows, keys, problem.alone(lengths), own

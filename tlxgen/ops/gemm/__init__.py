@@ -1,0 +1,1 @@
+"""Matrix product with fused epilogues: problem, operator, time model."""

@@ -1,0 +1,8 @@
+"""Caches of other modules that `tlxgen.runtime.kernel.forget` empties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Dicts that hold kernels, or what was found out about them.
+CACHES: list[dict[Any, Any]] = []

@@ -1,0 +1,224 @@
+"""How one call is computed once its kernel is chosen: a compiled binary and what makes its arguments, or torch.
+
+Plans know nothing of the problem that they were first made for. Calls whose kernels have the same code, and whose
+arguments Triton specialises alike, share a module, a binary and a plan, whatever their sizes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from tlxgen.codegen import loader
+from tlxgen.codegen.emit import KernelSource
+from tlxgen.devices import Gpu
+from tlxgen.ops.base import Operator
+from tlxgen.problem import Problem
+from tlxgen.runtime.checks import as_given
+from tlxgen.runtime.launch import Launcher, SlimDescriptor
+
+if TYPE_CHECKING:
+    from tlxgen.runtime.replay import Replay
+
+_THREAD = threading.local()
+
+
+class Plan(Protocol):
+    """One way to compute."""
+
+    def launch(self, inputs: dict[str, Any], output: torch.Tensor) -> None:
+        """Writes the result to `output`."""
+
+    def replay(self, inputs: dict[str, Any], order: Sequence[str], output: torch.Tensor) -> Replay | None:
+        """A faster way for calls like this one, of tensors in this order and `output` last; None if there is none."""
+
+
+class TorchPlan:
+    """Torch computes."""
+
+    def __init__(self, operator: Operator[Any], problem: Problem) -> None:
+        self._operator = operator
+        self._problem = problem
+
+    def launch(self, inputs: dict[str, Any], output: torch.Tensor) -> None:
+        """See `Plan`."""
+        with as_given(output):
+            output.copy_(self._operator.eager(self._problem, inputs, None))
+
+    def replay(self, inputs: dict[str, Any], order: Sequence[str], output: torch.Tensor) -> Replay | None:  # noqa: ARG002
+        """See `Plan`."""
+        return None
+
+
+class KernelPlan:
+    """A compiled kernel on one device."""
+
+    def __init__(self, operator: Operator[Any], module: Any, launcher: Launcher, device: int, num_sms: int) -> None:
+        self._arguments = operator.arguments
+        self._module = ModuleType(module.__name__)
+        vars(self._module).update(arguments=on_host(module.arguments))
+        self._launcher = launcher
+        self._device = device
+        self._options: dict[str, Any] = {"num_sms": num_sms}
+        if launcher.slim:
+            self._options["descriptor"] = SlimDescriptor
+
+    def launch(self, inputs: dict[str, Any], output: torch.Tensor) -> None:
+        """See `Plan`; on the caller's current stream of the plan's device."""
+        self.dispatch(*self._arguments(self._module, inputs, output, **self._options))
+
+    def arguments(self, inputs: dict[str, Any], output: torch.Tensor) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
+        """Grid and kernel arguments of a call."""
+        return self._arguments(self._module, inputs, output, **self._options)
+
+    def replay(self, inputs: dict[str, Any], order: Sequence[str], output: torch.Tensor) -> Replay | None:
+        """See `Plan`."""
+        if not self._launcher.slim:
+            return None
+
+        def arguments(inputs: dict[str, Any], output: torch.Tensor, torch_there: Any) -> Any:
+            module = ModuleType(self._module.__name__)
+            vars(module).update(arguments=with_names(self._module.arguments, torch=torch_there))
+            return self._arguments(module, inputs, output, **self._options)
+
+        from tlxgen.runtime.replay import Replay, trace  # of no use to a first call
+
+        found = trace(arguments, inputs, order, output)
+        return None if found is None else Replay(found, self._launcher, output.device)
+
+    def dispatch(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+        """Hands a launch to the driver."""
+        if current_device() == self._device:
+            self._launcher(grid, raw_stream(self._device), args)
+            return
+        with on_device(self._device):
+            self._launcher(grid, raw_stream(self._device), args)
+
+
+def on_host(arguments: FunctionType) -> FunctionType:
+    """An emitted `arguments` with a plain `triton.cdiv`: Triton's own does for kernels too, and takes 2 to 4 us."""
+    names = arguments.__globals__
+    if "triton" not in names:
+        return arguments
+    plain = ModuleType("triton")
+    vars(plain).update(vars(names["triton"]), cdiv=_cdiv)
+    return with_names(arguments, triton=plain)
+
+
+def with_names(function: FunctionType, **names: Any) -> FunctionType:
+    """The function where these names mean something else."""
+    made = FunctionType(function.__code__, {**function.__globals__, **names}, argdefs=function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class Once:
+    """Values by key, each made once however many threads ask for it at the same time; a failure is not kept."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[Any, Any] = {}
+        self._making: dict[Any, threading.Lock] = {}
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The value of a key, made by `make` if need be."""
+        value = self._values.get(key)
+        if value is not None:
+            return value
+        with self._lock:
+            making = self._making.setdefault(key, threading.Lock())
+        with making:
+            value = self._values.get(key)
+            if value is None:
+                value = self._values[key] = make()
+            return value
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def clear(self) -> None:
+        """Forgets all values."""
+        with self._lock:
+            self._values.clear()
+            self._making.clear()
+
+
+#: Kernel plans by code, device and specialization.
+LOADED = Once()
+
+
+def kernel_plan(
+    operator: Operator[Any], source: KernelSource, gpu: Gpu, inputs: dict[str, Any], output: torch.Tensor
+) -> KernelPlan:
+    """The plan for tensors like these, compiled and loaded if no call before needed the same binary.
+
+    Raises:
+        Exception: whatever the compiler or the driver says.
+    """
+    module = loader.load(source)
+    device = output.device.index or 0
+    with on_device(device):
+        key, args = _key(operator, module, gpu, inputs, output)
+
+        def make() -> KernelPlan:
+            return KernelPlan(operator, module, Launcher(module, args, gpu.target), device, gpu.sm_count)
+
+        plan: KernelPlan = LOADED.get(key, make)
+    return plan
+
+
+def is_loaded(
+    operator: Operator[Any], source: KernelSource, gpu: Gpu, inputs: dict[str, Any], output: torch.Tensor
+) -> bool:
+    """Whether `kernel_plan` would compile and load nothing, so that it may be asked while a CUDA graph is captured."""
+    module = loader.loaded(source)
+    return module is not None and _key(operator, module, gpu, inputs, output)[0] in LOADED
+
+
+def _key(
+    operator: Operator[Any], module: Any, gpu: Gpu, inputs: dict[str, Any], output: torch.Tensor
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What decides the binary of a call, and the kernel's arguments."""
+    from tlxgen.codegen.compile import specialization
+
+    _, args = operator.arguments(module, inputs, output, num_sms=gpu.sm_count)
+    return (module.__name__, output.device.index or 0, specialization(module, args, gpu.target)), args
+
+
+def on_device(device: int) -> AbstractContextManager[Any]:
+    """A block in which this CUDA device is the current one."""
+    return torch.cuda.device(device)
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+def current_device() -> int:
+    """The current device, with a CUDA context in this thread: the dispatcher expects one, and a new thread has none."""
+    try:
+        _THREAD.ready  # noqa: B018 - whether it is there
+    except AttributeError:
+        torch.cuda.set_device(torch.cuda.current_device())
+        _THREAD.ready = True
+    device: int = torch._C._cuda_getDevice()  # noqa: SLF001 - the public way asks first whether CUDA is initialised
+    return device
+
+
+def raw_stream(device: int) -> int:
+    """The caller's current stream; `torch.cuda.current_stream().cuda_stream` is the public way, and 8 us slower."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001
+    return stream

@@ -1,0 +1,1 @@
+"""What stands in for `triton.language` while a kernel is simulated."""

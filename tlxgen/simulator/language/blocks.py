@@ -1,0 +1,426 @@
+"""The value that kernels compute with: a numpy array, or numpy scalar, and its Triton dtype."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+import triton.language as tl
+
+from tlxgen.simulator.dtypes import (
+    SCALARS,
+    Array,
+    bitcast,
+    constant,
+    convert,
+    is_pointer,
+    number_dtype,
+    pointed_size,
+    quiet,
+    round_to_zero,
+    unwrap,
+)
+from tlxgen.simulator.language.arithmetic import (
+    ADD,
+    AND,
+    EQUAL,
+    FLOOR_DIVIDE,
+    GREATER,
+    GREATER_EQUAL,
+    LESS,
+    LESS_EQUAL,
+    MAXIMUM,
+    MAXIMUM_OR_NAN,
+    MINIMUM,
+    MINIMUM_OR_NAN,
+    MULTIPLY,
+    NOT_EQUAL,
+    OR,
+    REMAINDER,
+    SHIFT_LEFT,
+    SHIFT_RIGHT,
+    SUBTRACT,
+    TRUE_DIVIDE,
+    XOR,
+    Operation,
+    byte_offsets,
+    plan,
+)
+
+
+class Shape(tuple[int, ...]):
+    """A shape, which kernels concatenate with lists as well as with tuples."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Any) -> Shape:
+        return Shape((*self, *other))
+
+    def __radd__(self, other: Any) -> Shape:
+        return Shape((*other, *self))
+
+
+def binary(operation: Operation, a: Any, b: Any) -> Any:
+    """The operation on two blocks, or on a block and a number; NotImplemented if one is neither."""
+    a_weak, b_weak = not isinstance(a, Block), not isinstance(b, Block)
+    if a_weak:
+        a = unwrap(a)
+    elif b_weak:
+        b = unwrap(b)
+    a_dtype = number_dtype(a) if a_weak else a.dtype
+    b_dtype = number_dtype(b) if b_weak else b.dtype
+    if a_dtype is None or b_dtype is None:
+        return NotImplemented
+    if operation.compares and (a_weak or b_weak):  # a number that is compared has a type of its own
+        a, b, a_weak, b_weak = as_block(a), as_block(b), False, False
+    known = plan(operation, a_dtype.name, a_weak, b_dtype.name, b_weak)
+    if known is None:
+        return _pointer_operation(operation, as_block(a), as_block(b))
+    x = known.number(a) if a_weak else a.data if known.convert_a is None else known.convert_a(a.data)
+    y = known.number(b) if b_weak else b.data if known.convert_b is None else known.convert_b(b.data)
+    try:
+        return Block(known.compute(x, y), known.result)
+    except ValueError:
+        _refuse_shapes(operation.symbol, x, y)
+
+
+def _refuse_shapes(symbol: str, a: Array, b: Array) -> NoReturn:
+    raise ValueError(f"{symbol}: the shapes {list(a.shape)} and {list(b.shape)} do not broadcast") from None
+
+
+def _pointer_operation(operation: Operation, a: Block, b: Block) -> Block:
+    """Pointers move by elements; their difference is a number of elements; they compare as addresses."""
+    if operation is ADD and not is_pointer(a.dtype.name):
+        a, b = b, a
+    scaled = byte_offsets(a.dtype.name, b.dtype.name)
+    if scaled is not None and operation in {ADD, SUBTRACT}:
+        offsets = scaled(b.data)
+        try:
+            return Block(operation.compute(a.data, offsets), a.dtype)
+        except ValueError:
+            _refuse_shapes(operation.symbol, a.data, offsets)
+    if operation.compares:
+        return binary(operation, Block(a.data, tl.int64), Block(b.data, tl.int64))  # type: ignore[no-any-return]
+    if operation is not SUBTRACT or a.dtype.name != b.dtype.name:
+        raise TypeError(f"the operator {operation.symbol} does not take {a.dtype} and {b.dtype}")
+    return Block((a.data - b.data) // pointed_size(a.dtype.name), tl.int64)
+
+
+class Block:
+    """A block of values, or one value if it has no dimensions. Values are never changed in place.
+
+    Everything reads an operand through `data`, so a subclass may make it a property, computed on demand; it then has to
+    leave `__init__` out, which assigns it.
+    """
+
+    __slots__ = ("data", "dtype")
+    __hash__ = None  # type: ignore[assignment]
+    __array_ufunc__ = None  # a numpy scalar on the left leaves the operator to the block
+
+    def __init__(self, data: Array, dtype: tl.dtype) -> None:
+        self.data = data
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"Block({self.data}, {self.type})"
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the dimensions."""
+        return Shape(self.data.shape)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.data.shape)
+
+    @property
+    def type(self) -> Any:
+        """The dtype of a scalar, the block type of a block."""
+        shape = self.data.shape
+        return tl.block_type(self.dtype, list(shape)) if shape else self.dtype
+
+    @property
+    def T(self) -> Block:  # noqa: N802 (Triton's name)
+        """The last two dimensions swapped."""
+        return self.trans()
+
+    def __getattr__(self, name: str) -> Any:
+        from tlxgen.simulator.language.namespace import MEMBERS
+
+        if name not in MEMBERS:
+            raise AttributeError(f"a block has no attribute {name!r}")
+        return functools.partial(MEMBERS[name], self)
+
+    def _scalar(self) -> Any:
+        data = self.data
+        if data.ndim:
+            raise TypeError(f"a block of shape {list(data.shape)} is no single value")
+        return data
+
+    def __bool__(self) -> bool:
+        return bool(self._scalar())
+
+    def __int__(self) -> int:
+        return int(self._scalar())
+
+    def __float__(self) -> float:
+        return float(self._scalar())
+
+    def __index__(self) -> int:
+        if not self.dtype.is_int():
+            raise TypeError(f"a value of type {self.dtype} is no index")
+        return int(self._scalar())
+
+    def __add__(self, other: Any) -> Block:
+        return binary(ADD, self, other)  # type: ignore[no-any-return]
+
+    def __radd__(self, other: Any) -> Block:
+        return binary(ADD, other, self)  # type: ignore[no-any-return]
+
+    def __sub__(self, other: Any) -> Block:
+        return binary(SUBTRACT, self, other)  # type: ignore[no-any-return]
+
+    def __rsub__(self, other: Any) -> Block:
+        return binary(SUBTRACT, other, self)  # type: ignore[no-any-return]
+
+    def __mul__(self, other: Any) -> Block:
+        return binary(MULTIPLY, self, other)  # type: ignore[no-any-return]
+
+    def __rmul__(self, other: Any) -> Block:
+        return binary(MULTIPLY, other, self)  # type: ignore[no-any-return]
+
+    def __truediv__(self, other: Any) -> Block:
+        return binary(TRUE_DIVIDE, self, other)  # type: ignore[no-any-return]
+
+    def __rtruediv__(self, other: Any) -> Block:
+        return binary(TRUE_DIVIDE, other, self)  # type: ignore[no-any-return]
+
+    def __floordiv__(self, other: Any) -> Block:
+        return binary(FLOOR_DIVIDE, self, other)  # type: ignore[no-any-return]
+
+    def __rfloordiv__(self, other: Any) -> Block:
+        return binary(FLOOR_DIVIDE, other, self)  # type: ignore[no-any-return]
+
+    def __mod__(self, other: Any) -> Block:
+        return binary(REMAINDER, self, other)  # type: ignore[no-any-return]
+
+    def __rmod__(self, other: Any) -> Block:
+        return binary(REMAINDER, other, self)  # type: ignore[no-any-return]
+
+    def __and__(self, other: Any) -> Block:
+        return binary(AND, self, other)  # type: ignore[no-any-return]
+
+    def __rand__(self, other: Any) -> Block:
+        return binary(AND, other, self)  # type: ignore[no-any-return]
+
+    def __or__(self, other: Any) -> Block:
+        return binary(OR, self, other)  # type: ignore[no-any-return]
+
+    def __ror__(self, other: Any) -> Block:
+        return binary(OR, other, self)  # type: ignore[no-any-return]
+
+    def __xor__(self, other: Any) -> Block:
+        return binary(XOR, self, other)  # type: ignore[no-any-return]
+
+    def __rxor__(self, other: Any) -> Block:
+        return binary(XOR, other, self)  # type: ignore[no-any-return]
+
+    def __lshift__(self, other: Any) -> Block:
+        return binary(SHIFT_LEFT, self, other)  # type: ignore[no-any-return]
+
+    def __rlshift__(self, other: Any) -> Block:
+        return binary(SHIFT_LEFT, other, self)  # type: ignore[no-any-return]
+
+    def __rshift__(self, other: Any) -> Block:
+        return binary(SHIFT_RIGHT, self, other)  # type: ignore[no-any-return]
+
+    def __rrshift__(self, other: Any) -> Block:
+        return binary(SHIFT_RIGHT, other, self)  # type: ignore[no-any-return]
+
+    def __lt__(self, other: Any) -> Block:
+        return binary(LESS, self, other)  # type: ignore[no-any-return]
+
+    def __le__(self, other: Any) -> Block:
+        return binary(LESS_EQUAL, self, other)  # type: ignore[no-any-return]
+
+    def __gt__(self, other: Any) -> Block:
+        return binary(GREATER, self, other)  # type: ignore[no-any-return]
+
+    def __ge__(self, other: Any) -> Block:
+        return binary(GREATER_EQUAL, self, other)  # type: ignore[no-any-return]
+
+    def __eq__(self, other: object) -> Block:  # type: ignore[override]
+        return binary(EQUAL, self, other)  # type: ignore[no-any-return]
+
+    def __ne__(self, other: object) -> Block:  # type: ignore[override]
+        return binary(NOT_EQUAL, self, other)  # type: ignore[no-any-return]
+
+    def __neg__(self) -> Block:
+        return binary(SUBTRACT, 0, self)  # type: ignore[no-any-return]  # Triton too: -0.0 from no zero
+
+    def __pos__(self) -> Block:
+        return self
+
+    def __invert__(self) -> Block:
+        if not self.dtype.is_int():
+            raise TypeError(f"the operator ~ takes integers, not {self.dtype}")
+        return Block(np.invert(self.data), self.dtype)
+
+    def __abs__(self) -> Block:
+        return Block(quiet(np.abs)(self.data), self.dtype)
+
+    def __not__(self) -> Block:
+        """What Triton makes of `not`, element by element."""
+        return ~self.to(tl.int1)
+
+    def logical_and(self, other: Any) -> Block:
+        """What Triton makes of `and`: both sides are computed."""
+        return self.to(tl.int1) & as_block(other).to(tl.int1)
+
+    def logical_or(self, other: Any) -> Block:
+        """What Triton makes of `or`: both sides are computed."""
+        return self.to(tl.int1) | as_block(other).to(tl.int1)
+
+    def to(self, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False) -> Block:
+        """The values, or with `bitcast` the bits, as another dtype."""
+        dtype, rounding = unwrap(dtype).scalar, unwrap(fp_downcast_rounding)
+        if dtype.name == self.dtype.name:
+            return self
+        if unwrap(bitcast):
+            return Block(_bitcast(self.data, self.dtype, dtype), dtype)
+        if rounding not in {None, "rtne", "rtz"}:
+            raise ValueError(f"the rounding mode {rounding!r} is not one of rtne, rtz")
+        cast = round_to_zero if rounding == "rtz" else convert
+        return Block(cast(self.data, self.dtype, dtype), dtype)
+
+    cast = to
+
+    def __getitem__(self, index: Any) -> Block:
+        items = tuple(map(unwrap, index)) if isinstance(index, tuple) else (unwrap(index),)
+        for item in items:
+            if item is not None and item != slice(None):
+                raise ValueError(f"a block is indexed with None and full slices only, not {item!r}")
+        if sum(item is not None for item in items) > self.data.ndim:
+            raise ValueError(f"too many slices for a block of shape {list(self.data.shape)}")
+        return Block(self.data[items], self.dtype)
+
+    def reshape(self, *shape: Any, can_reorder: Any = False) -> Block:  # noqa: ARG002 (elements keep their order)
+        """The same elements, in row-major order, in another shape."""
+        sizes = _integers(shape)
+        if math.prod(sizes) != self.numel:
+            raise ValueError(f"reshape: {list(self.data.shape)} and {sizes} differ in the number of elements")
+        return Block(self.data.reshape(sizes)[()], self.dtype)
+
+    def view(self, *shape: Any) -> Block:
+        """The same as `reshape`."""
+        return self.reshape(*shape)
+
+    def permute(self, *dims: Any) -> Block:
+        """The dimensions in another order."""
+        order = _integers(dims)
+        if sorted(order) != list(range(self.data.ndim)):
+            raise ValueError(f"permute: {order} is no order of {self.data.ndim} dimensions")
+        return Block(self.data.transpose(order), self.dtype)
+
+    def trans(self, *dims: Any) -> Block:
+        """The dimensions in another order; the last two swapped if none is given."""
+        if dims:
+            return self.permute(*dims)
+        if self.data.ndim < 2:
+            raise ValueError(f"trans: a block of shape {list(self.data.shape)} has no two dimensions to swap")
+        return Block(self.data.swapaxes(-1, -2), self.dtype)
+
+    def broadcast_to(self, *shape: Any) -> Block:
+        """Dimensions of size 1 repeated; a scalar repeated to any shape."""
+        sizes, own = _integers(shape), self.data.shape
+        if own and (len(own) != len(sizes) or any(a not in {1, b} for a, b in zip(own, sizes, strict=True))):
+            raise ValueError(f"broadcast_to: {list(own)} does not broadcast to {sizes}")
+        return Block(np.broadcast_to(self.data, sizes)[()], self.dtype)
+
+    def expand_dims(self, axis: Any) -> Block:
+        """New dimensions of size 1 at these places of the result."""
+        axes = _integers((axis,))
+        return Block(np.expand_dims(self.data, tuple(axes)), self.dtype)
+
+    def split(self) -> tuple[Block, Block]:
+        """The two halves along a last dimension of size 2."""
+        if self.data.shape[-1:] != (2,):
+            raise ValueError(f"split: the last dimension of {list(self.data.shape)} is not 2")
+        return Block(self.data[..., 0], self.dtype), Block(self.data[..., 1], self.dtype)
+
+
+_bitcast = bitcast  # `to` has an argument of this name
+
+
+def _integers(values: tuple[Any, ...]) -> list[int]:
+    """Sizes or axes that were given one by one or as one sequence."""
+    if len(values) == 1:
+        only = unwrap(values[0])
+        values = tuple(only) if isinstance(only, (tuple, list, tl.tuple)) else (only,)
+    return [operator.index(unwrap(value)) for value in values]
+
+
+def as_block(value: Any) -> Block:
+    """A block unchanged, a number as a scalar of Triton's type for it."""
+    if isinstance(value, Block):
+        return value
+    value = unwrap(value)
+    dtype = number_dtype(value)
+    if dtype is None:
+        raise TypeError(f"{value!r} is neither a block nor a number")
+    return Block(constant(dtype.name)(value), SCALARS[dtype.name])
+
+
+def normalise(value: Any) -> Any:
+    """What a variable holds after an assignment: numbers become scalars at run time, in tuples and lists too."""
+    kind = type(value)
+    if kind is int or kind is float or kind is bool:
+        return as_block(value)
+    if kind is tuple or kind is list:
+        return kind(map(normalise, value))
+    return value
+
+
+def widened(block: Block) -> Block:
+    """A bfloat16 block as float32, in which Triton compares it."""
+    return block.to(tl.float32) if block.dtype.is_bf16() else block
+
+
+def minimum(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Block:
+    """The smaller elements; a number where the other is NaN, unless NaN propagates."""
+    operation = MINIMUM_OR_NAN if unwrap(propagate_nan) == tl.PropagateNan.ALL else MINIMUM
+    return binary(operation, widened(as_block(x)), widened(as_block(y)))  # type: ignore[no-any-return]
+
+
+def maximum(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Block:
+    """The larger elements; a number where the other is NaN, unless NaN propagates."""
+    operation = MAXIMUM_OR_NAN if unwrap(propagate_nan) == tl.PropagateNan.ALL else MAXIMUM
+    return binary(operation, widened(as_block(x)), widened(as_block(y)))  # type: ignore[no-any-return]
+
+
+def builtin_min(*values: Any) -> Any:
+    """What `min` means in a kernel; of constants alone, a constant."""
+    return functools.reduce(minimum, values) if any(isinstance(v, Block) for v in values) else min(map(unwrap, values))
+
+
+def builtin_max(*values: Any) -> Any:
+    """What `max` means in a kernel; of constants alone, a constant."""
+    return functools.reduce(maximum, values) if any(isinstance(v, Block) for v in values) else max(map(unwrap, values))
+
+
+def builtin_abs(value: Any) -> Any:
+    """What `abs` means in a kernel."""
+    return abs(unwrap(value))
+
+
+def builtin_range(*bounds: Any) -> Iterator[Block]:
+    """What `range` means in a kernel: its values are scalars at run time, of 64 bits if a bound is."""
+    wide = any(isinstance(bound, Block) and bound.dtype.primitive_bitwidth == 64 for bound in bounds)
+    dtype, kind = (tl.int64, np.int64) if wide else (tl.int32, np.int32)
+    for value in range(*(operator.index(unwrap(bound)) for bound in bounds)):
+        yield Block(kind(value), dtype)  # type: ignore[arg-type]

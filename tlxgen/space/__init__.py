@@ -1,0 +1,1 @@
+"""Search spaces: parameters, constraints, the legal configs of a problem and their order."""

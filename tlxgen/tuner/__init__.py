@@ -1,0 +1,1 @@
+"""The tuner: search, compile, gate, time, choose the winner, store it."""
