@@ -28,8 +28,9 @@ from tlxgen.tuner.process import Child
 settings.register_profile("tlxgen", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tlxgen")
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # the module `jobs` must have one name in parents and children
+ROOT = Path(__file__).parents[1]
+SUPPORT = ROOT / "tests" / "support"
+sys.path.insert(0, str(SUPPORT))  # the module `jobs` must have one name in parents and children
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,7 +64,7 @@ def compile_pool() -> Iterator[CompilePool]:
 @pytest.fixture(scope="session")
 def compiler() -> Iterator[Child]:
     """A process for compilations that are waited for: a compiler that aborts fails one test."""
-    child = Child({"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "CUDA_VISIBLE_DEVICES": ""})
+    child = Child({"PYTHONPATH": os.pathsep.join([str(SUPPORT), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""})
     yield child
     child.kill()
 

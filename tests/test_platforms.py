@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import stub_launcher
-from tests.stub_hip import LDS
+from tests.support import stub_launcher
+from tests.support.stub_hip import LDS
 from tlxgen import api, devices, ops, toolchain
 from tlxgen.codegen import loader
 from tlxgen.codegen.compile import Architecture, compile_kernel

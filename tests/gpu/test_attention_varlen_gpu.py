@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import gpu_cases
+from tests.support import gpu_cases
 from tlxgen import devices, ops
 from tlxgen.codegen.emit import emit
 from tlxgen.codegen.loader import load

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from tlxgen import devices, functional
-from tlxgen.functional import attention_backward
+from tlxgen.functional import attention_backward, sdpa
 from tlxgen.ops.attention.problem import AttentionProblem
 from tlxgen.runtime import kernel
 from tlxgen.space.candidates import favourite
@@ -27,13 +27,13 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     assert gpu is not None
     asked: list[AttentionProblem] = []
 
-    def get_kernel(operator: str, problem: AttentionProblem) -> kernel.Kernel:
+    def kernel_for(problem: AttentionProblem) -> kernel.Kernel:
         asked.append(problem)
         (config,) = favourite(problem, gpu, request.param)
         return kernel.Kernel(problem, kernel.Choice("default", config), gpu)
 
     kernel.forget()
-    monkeypatch.setattr(functional, "get_kernel", get_kernel)
+    monkeypatch.setattr(sdpa, "kernel_for", kernel_for)
     with warnings.catch_warnings():
         warnings.simplefilter("error", kernel.FallbackWarning)  # the template takes these tensors, or the test is void
         yield asked

@@ -38,13 +38,13 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     assert gpu is not None
     asked: list[Any] = []
 
-    def get_kernel(_operator: str, problem: Any) -> kernel.Kernel:
+    def kernel_for(problem: Any) -> kernel.Kernel:
         asked.append(problem)
         (config,) = favourite(problem, gpu, request.param)
         return kernel.Kernel(problem, kernel.Choice("default", config), gpu)
 
     kernel.forget()
-    monkeypatch.setattr(varlen, "get_kernel", get_kernel)
+    monkeypatch.setattr(varlen, "kernel_for", kernel_for)
     with warnings.catch_warnings():
         warnings.simplefilter("error", kernel.FallbackWarning)
         yield asked

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import gpu_cases
+from tests.support import gpu_cases
 from tlxgen import devices, functional, ops
 from tlxgen.codegen.emit import emit
 from tlxgen.codegen.loader import load
@@ -287,7 +287,7 @@ def test_the_drop_in_and_its_gradients(template: str, form: Any, monkeypatch: py
     """Each of three products is a kernel's, and as near to float64 as torch's own."""
     asked = []
 
-    def get_kernel(operator: str, problem: GroupedGemmProblem) -> kernel.Kernel:
+    def kernel_for(problem: GroupedGemmProblem) -> kernel.Kernel:
         asked.append(problem.form)
         gpu = devices.detect()
         assert gpu is not None
@@ -295,7 +295,7 @@ def test_the_drop_in_and_its_gradients(template: str, form: Any, monkeypatch: py
         config = [*favourite(problem, gpu, template), *favourite(problem, gpu, GROUPED.templates[-1])][0]
         return kernel.Kernel(problem, kernel.Choice("default", config), gpu)
 
-    monkeypatch.setattr(grouped, "get_kernel", get_kernel)
+    monkeypatch.setattr(grouped, "kernel_for", kernel_for)
     kernel.forget()
     problem = spread([128] * 3 if form == "3d3d" else [200, 0, 184], 256, 320, form)
     inputs = GROUPED.inputs(problem, "cuda", 0)
@@ -327,13 +327,13 @@ def test_a_layer_is_two_kernels(template: str, activation: Any, epilogue: str, m
     """The first product has the activation in it; the layer is float64's, token by token."""
     asked = []
 
-    def get_kernel(operator: str, problem: GroupedGemmProblem) -> kernel.Kernel:
+    def kernel_for(problem: GroupedGemmProblem) -> kernel.Kernel:
         asked.append((problem.form, problem.epilogue))
         gpu = devices.detect()
         assert gpu is not None
         return kernel.Kernel(problem, kernel.Choice("default", favourite(problem, gpu, template)[0]), gpu)
 
-    monkeypatch.setattr(grouped, "get_kernel", get_kernel)
+    monkeypatch.setattr(grouped, "kernel_for", kernel_for)
     kernel.forget()
     experts, tokens, k, inner = 8, 333, 512, 264
     x = torch.randn(tokens, k, device="cuda").bfloat16()

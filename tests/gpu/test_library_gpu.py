@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.operator_cases import ARGUMENTS, GRAPHS, LENGTHS, check
+from tests.support.operator_cases import ARGUMENTS, GRAPHS, LENGTHS, check
 from tlxgen.runtime import kernel, plans
 
 pytestmark = pytest.mark.gpu

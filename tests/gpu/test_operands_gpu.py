@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.operands import CASES, LAYOUTS, LONE, ONE_FOR_ALL, SIZES, TAKEN, Call, Case
+from tests.support.operands import CASES, LAYOUTS, LONE, ONE_FOR_ALL, SIZES, TAKEN, Call, Case
 from tlxgen import devices, ops
 from tlxgen.errors import LaunchError
 from tlxgen.runtime import kernel

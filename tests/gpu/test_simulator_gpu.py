@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import emitted
-from tests.test_simulator_mutations import PLANTED
+from tests.simulator.test_mutations import PLANTED
+from tests.support import emitted
 from tlxgen import ops
 from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.codegen.loader import load as load_on_gpu

@@ -1,6 +1,6 @@
 """Whole runs of the tuner on a card: among bad candidates, cut short by any hand, and beside what the caller computes.
 
-What must hold of them is in `tests/tuner_runs.py`; the stub card is held to it as well (`tests/test_faults_tuner.py`).
+What must hold of them is in `tests/support/tuner_runs.py`; the stub card is held to it as well (`tests/tuner/test_faults.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import wait_until
-from tests.tuner_runs import (
+from tests.support.processes import wait_until
+from tests.support.tuner_runs import (
     Machine,
     bad_candidates_cost_a_trial_each,
     run_to_the_end,
@@ -158,7 +158,7 @@ def test_signals_lose_nothing_finished_and_the_same_command_goes_on(tmp_path: Pa
     gpu = devices.detect()
     assert gpu is not None
     start = (
-        "import os; from pathlib import Path; from tests.tuner_runs import note_gates; from tlxgen import cli; "
+        "import os; from pathlib import Path; from tests.support.tuner_runs import note_gates; from tlxgen import cli; "
         f"note_gates(Path({str(tmp_path)!r})); os.cpu_count = lambda: 4; {ALONE}; cli.main()"
     )
     words = ("gemm", *map(str, SIZES))

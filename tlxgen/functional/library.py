@@ -85,12 +85,7 @@ def attention_backward(
     found = _found(q, k, v, causal, window, softcap)
     written = lse_for == CALLER or (lse_for == GRADIENTS and found.kernel(q, lse=True).origin != "torch")
     with torch.no_grad(), as_given(q):
-        if (
-            written
-            and grad_out is not None
-            and grad_lse is None
-            and flash.takes(found.problem, q, k, v, scale)
-        ):
+        if written and grad_out is not None and grad_lse is None and flash.takes(found.problem, q, k, v, scale):
             gradients = backward.by_flash(found.problem, (q, k, v, out), lse, grad_out, scale)
         else:  # autograd is out of reach within an operator, and with it torch's own attention's gradients
             gradients = backward.by_formula(found.problem, (q, k, v), grad_out, grad_lse, scale)

@@ -1,0 +1,44 @@
+"""The table of operators of `torch.library` on the CPU, as if that had kernels; tests/gpu has it for the card."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.operator_cases import ARGUMENTS, GRAPHS, check
+from tlxgen.functional import library
+from tlxgen.runtime import checks, kernel
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(library, "kernels_here", lambda: True)
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
+    monkeypatch.setattr(kernel, "_current_device", lambda: None)
+    kernel.forget()
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", kernel.FallbackWarning)
+        yield
+    kernel.forget()
+
+
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "scaled_grouped_mm"])
+def test_opcheck(name: str) -> None:
+    check(name, "cpu")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_give_what_functions_give(name: str, dynamic: bool) -> None:
+    graph = GRAPHS[name]
+    graph.check(graph.outputs(graph.compiled(dynamic=dynamic, backend="aot_eager"), "cpu"), "cpu")
+
+
+def test_every_operator_is_in_the_table() -> None:
+    names = (name.split(".")[0].split("::") for name in torch._C._dispatch_get_all_op_names())
+    found = {name for space, name in names if space == "tlxgen"}
+    assert {operator for operator, _ in ARGUMENTS.values()} == found
