@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from tests.support.recorded import RecordedCard
 from tlxgen import devices, ops, paths
 from tlxgen.cli import app, regress
+from tlxgen.cli.problem_options import parse
 from tlxgen.codegen.compile import Binary
 from tlxgen.codegen.emit import emit
 from tlxgen.codegen.facts import Facts
@@ -332,9 +333,9 @@ def test_so_does_that_of_other_operators(operator: str, sizes: tuple[int, ...], 
 
 def assert_means(problem: Any) -> None:
     """By way of the command line's own parser."""
-    context = click_command("tune").make_context("tune", shlex.split(command("tune", problem))[2:])
-    options = {**dict.fromkeys(app._PROBLEM_OPTIONS), **context.params}
-    assert app.parse(options["operator"], options["sizes"], **app._problem_options(options)) == problem
+    given = click_command("tune").make_context("tune", shlex.split(command("tune", problem))[2:]).params
+    options = {name: given[name] for name in type(problem).model_fields if given.get(name)}
+    assert parse(given["operator"], given["sizes"], options) == problem
 
 
 class TestRatchet:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from tlxgen import ops
 from tlxgen._version import __version__
 from tlxgen.cli import cache as cli_cache
 from tlxgen.cli import export
+from tlxgen.cli.problem_options import OPERATORS_HELP, Options, parse, sizes_help, takes_problem
 from tlxgen.errors import InvalidConfigError, InvalidProblemError, OutputError, TlxgenError
 from tlxgen.problem import Problem
 
@@ -26,69 +26,14 @@ app.command()(export.export)
 #: Everything but results goes here.
 _log = Console(stderr=True)
 
-_Operator = Annotated[str, typer.Argument(help=f"One of {', '.join(ops.NAMES)}.", show_default=False)]
-#: Of the arguments after the operator.
-_SIZES = (
-    "Sizes: gemm M N K, grouped_gemm E ROWS N K (E experts, ROWS tokens), attention B H S D, "
-    "attention_varlen B H TOTAL D (TOTAL rows), vector_add n."
-)
-_UNTUNED = "`tlxgen tune --untuned` for all that programs asked for"
-_Sizes = Annotated[list[str], typer.Argument(help=_SIZES, show_default=False)]
-_DType = Annotated[str, typer.Option(help="bf16, fp16 or fp32 (through TF32).")]
-_OutDType = Annotated[str | None, typer.Option(help="Output dtype of gemm and grouped_gemm; the input's by default.")]
-_Layout = Annotated[str | None, typer.Option(help="nn, nt, tn or tt: how A and B of gemm and grouped_gemm are stored.")]
-_Epilogue = Annotated[
-    str | None,
-    typer.Option(
-        help="none, or parts of scale+bias+relu|gelu|silu+residual, in that order; of grouped_gemm, "
-        "bias+relu|gelu|silu|swiglu|geglu."
-    ),
-]
-_Form = Annotated[
-    str | None, typer.Option(help="Of grouped_gemm: 2d3d, 3d2d, 2d2d, 3d3d (ranks of A and B), masked or gather.")
-]
-_MaxRows = Annotated[int | None, typer.Option(help="Tokens that an expert of masked grouped_gemm has room for.")]
-_GroupSizes = Annotated[
-    str | None, typer.Option(help="How grouped_gemm's tokens are spread: even, dirichlet, zipf, or numbers by commas.")
-]
-_KvHeads = Annotated[int | None, typer.Option(help="Heads of k and v of attention; H by default.")]
-_KvLen = Annotated[int | None, typer.Option(help="Length of k and v of attention; S by default.")]
-_TotalKv = Annotated[int | None, typer.Option(help="Keys of all sequences of attention_varlen; TOTAL by default.")]
-_MaxQ = Annotated[int | None, typer.Option(help="Rows of attention_varlen's longest sequence; all alike by default.")]
-_MaxKv = Annotated[int | None, typer.Option(help="Keys of its longest sequence; as its rows by default.")]
-_Causal = Annotated[str | None, typer.Option(help="Of attention: none, bottom-right (as FlashAttention) or top-left.")]
-_Window = Annotated[int | None, typer.Option(help="Keys that a row of causal attention sees, itself included.")]
-_Softcap = Annotated[float | None, typer.Option(help="Scores of attention become CAP * tanh(score / CAP).")]
-_Lse = Annotated[bool, typer.Option("--lse", help="Attention also gives each row's log-sum-exp.")]
-_Exact = Annotated[bool, typer.Option("--exact", help="Attention rescales at every rise of a row's largest score.")]
+_Operator = Annotated[str, typer.Argument(help=OPERATORS_HELP, show_default=False)]
+_Sizes = Annotated[list[str], typer.Argument(help=sizes_help(), show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout.")]
 _Limit = Annotated[
     float,
     typer.Option(min=1, max=3600, help="Seconds on the GPU after which a kernel counts as hung, and its process ends."),
 ]
 _Target = Annotated[str | None, typer.Option(help="GPU to compile for: h200, h100, h100-pcie, h20, ….")]
-
-
-#: The arguments of commands that are fields of problems.
-_PROBLEM_OPTIONS = (
-    "dtype",
-    "out_dtype",
-    "layout",
-    "epilogue",
-    "form",
-    "max_rows",
-    "group_sizes",
-    "kv_heads",
-    "kv_len",
-    "total_kv",
-    "max_q",
-    "max_kv",
-    "causal",
-    "window",
-    "softcap",
-    "lse",
-    "exact",
-)
 
 
 @app.callback(invoke_without_command=True)
@@ -103,26 +48,10 @@ def _root(
 
 
 @app.command()
+@takes_problem
 def tune(
-    operator: Annotated[str | None, typer.Argument(help=f"One of {', '.join(ops.NAMES)}.", show_default=False)] = None,
-    sizes: Annotated[list[str] | None, typer.Argument(help=_SIZES, show_default=False)] = None,
-    dtype: _DType = "bf16",
-    out_dtype: _OutDType = None,
-    layout: _Layout = None,
-    epilogue: _Epilogue = None,
-    form: _Form = None,
-    max_rows: _MaxRows = None,
-    group_sizes: _GroupSizes = None,
-    kv_heads: _KvHeads = None,
-    kv_len: _KvLen = None,
-    total_kv: _TotalKv = None,
-    max_q: _MaxQ = None,
-    max_kv: _MaxKv = None,
-    causal: _Causal = None,
-    window: _Window = None,
-    softcap: _Softcap = None,
-    lse: _Lse = False,
-    exact: _Exact = False,
+    operator: Annotated[str | None, typer.Argument(help=OPERATORS_HELP, show_default=False)] = None,
+    sizes: Annotated[list[str] | None, typer.Argument(help=sizes_help(), show_default=False)] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Distinct candidates; 200, or 24 without a GPU.")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="Time for the search.")] = 120.0,
     sampler: Annotated[str, typer.Option(help="tpe, random, exhaustive, qmc or gp.")] = "tpe",
@@ -150,6 +79,8 @@ def tune(
         float | None, typer.Option(min=0, help="Of --untuned and --suite: begin no problem after so many seconds.")
     ] = None,
     as_json: _Json = False,
+    *,
+    options: Options,
 ) -> None:
     """Find the best kernel for a problem and keep it.
 
@@ -162,7 +93,7 @@ def tune(
         raise InvalidProblemError(f"{'--only' if only else '--again'} chooses from a suite; add --suite")
     if within is not None and suite is None and not untuned:
         raise InvalidProblemError("--within is for lists, --untuned or --suite; --seconds is the time of one search")
-    options = tuning_cli.Options(
+    settings = tuning_cli.Options(
         trials=trials,
         seconds=seconds,
         sampler=sampler,
@@ -178,47 +109,36 @@ def tune(
     if untuned:
         if sizes or suite is not None:
             raise InvalidProblemError("--untuned takes its problems from the list, so none may be named beside it")
-        tuning_cli.run_untuned(operator, options, _log)
+        tuning_cli.run_untuned(operator, settings, _log)
         return
     if suite is not None:
         if operator is not None:
             raise InvalidProblemError("--suite takes its problems from the file, so none may be named beside it")
-        tuning_cli.run_suite(suite, options, _log, only=only or (), again=again)
+        tuning_cli.run_suite(suite, settings, _log, only=only or (), again=again)
         return
     if operator is None:
-        raise InvalidProblemError(f"name a problem, such as `tlxgen tune gemm 4096 4096 4096`; or {_UNTUNED}")
-    tuning_cli.run(parse(operator, sizes or [], **_problem_options(locals())), options, _log)
+        raise InvalidProblemError(
+            "name a problem, such as `tlxgen tune gemm 4096 4096 4096`; "
+            "or `tlxgen tune --untuned` for all that programs asked for"
+        )
+    tuning_cli.run(parse(operator, sizes or [], options), settings, _log)
 
 
 @app.command()
+@takes_problem
 def show(
     operator: _Operator,
     sizes: _Sizes,
-    dtype: _DType = "bf16",
-    out_dtype: _OutDType = None,
-    layout: _Layout = None,
-    epilogue: _Epilogue = None,
-    form: _Form = None,
-    max_rows: _MaxRows = None,
-    group_sizes: _GroupSizes = None,
-    kv_heads: _KvHeads = None,
-    kv_len: _KvLen = None,
-    total_kv: _TotalKv = None,
-    max_q: _MaxQ = None,
-    max_kv: _MaxKv = None,
-    causal: _Causal = None,
-    window: _Window = None,
-    softcap: _Softcap = None,
-    lse: _Lse = False,
-    exact: _Exact = False,
     target: _Target = None,
     as_json: _Json = False,
+    *,
+    options: Options,
 ) -> None:
     """Which kernel `get_kernel` would give for a problem, and why."""
     from tlxgen import devices
     from tlxgen.runtime import kernel as runtime
 
-    problem = parse(operator, sizes, **_problem_options(locals()))
+    problem = parse(operator, sizes, options)
     gpu = devices.target(target) if target else devices.present()
     kernel = runtime.Kernel(problem, runtime.select(problem, gpu, note_miss=False), gpu)
     if as_json:
@@ -231,30 +151,16 @@ def show(
 
 
 @app.command()
+@takes_problem
 def emit(
     operator: _Operator,
     sizes: _Sizes,
-    dtype: _DType = "bf16",
-    out_dtype: _OutDType = None,
-    layout: _Layout = None,
-    epilogue: _Epilogue = None,
-    form: _Form = None,
-    max_rows: _MaxRows = None,
-    group_sizes: _GroupSizes = None,
-    kv_heads: _KvHeads = None,
-    kv_len: _KvLen = None,
-    total_kv: _TotalKv = None,
-    max_q: _MaxQ = None,
-    max_kv: _MaxKv = None,
-    causal: _Causal = None,
-    window: _Window = None,
-    softcap: _Softcap = None,
-    lse: _Lse = False,
-    exact: _Exact = False,
     target: _Target = None,
     template: Annotated[str | None, typer.Option(help="A template; the model's favourite config of it.")] = None,
     param: Annotated[list[str] | None, typer.Option("--param", "-p", help="name=value; may be given again.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File to write; stdout by default.")] = None,
+    *,
+    options: Options,
 ) -> None:
     """Write a problem's kernel as one Python file that runs without tlxgen.
 
@@ -263,7 +169,7 @@ def emit(
     from tlxgen import devices
     from tlxgen.codegen.emit import emit as emit_source
 
-    problem = parse(operator, sizes, **_problem_options(locals()))
+    problem = parse(operator, sizes, options)
     gpu = devices.target(target) if target else devices.detect() or devices.target("h200")
     config = _chosen_config(problem, gpu, template, param or [])
     text = emit_source(ops.get(operator), problem, config).text
@@ -278,26 +184,10 @@ def emit(
 
 
 @app.command()
+@takes_problem
 def check(
     what: Annotated[str, typer.Argument(help="A file with a kernel, or an operator.", show_default=False)],
     sizes: Annotated[list[str] | None, typer.Argument(help="The operator's sizes.", show_default=False)] = None,
-    dtype: _DType = "bf16",
-    out_dtype: _OutDType = None,
-    layout: _Layout = None,
-    epilogue: _Epilogue = None,
-    form: _Form = None,
-    max_rows: _MaxRows = None,
-    group_sizes: _GroupSizes = None,
-    kv_heads: _KvHeads = None,
-    kv_len: _KvLen = None,
-    total_kv: _TotalKv = None,
-    max_q: _MaxQ = None,
-    max_kv: _MaxKv = None,
-    causal: _Causal = None,
-    window: _Window = None,
-    softcap: _Softcap = None,
-    lse: _Lse = False,
-    exact: _Exact = False,
     target: _Target = None,
     config: Annotated[str | None, typer.Option(help="'TEMPLATE name=value ...', as `show` prints it.")] = None,
     template: Annotated[str | None, typer.Option(help="A template; the model's favourite config of it.")] = None,
@@ -307,6 +197,8 @@ def check(
     seed: Annotated[int, typer.Option(help="Of schedules and inputs.")] = 0,
     timeline: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the first run here.")] = None,
     as_json: _Json = False,
+    *,
+    options: Options,
 ) -> None:
     """Simulate a kernel on the CPU: deadlocks, races, wrong results. Exit status 1 if there are any.
 
@@ -323,7 +215,7 @@ def check(
             raise InvalidProblemError(f"check {what}: a file takes no sizes")
         cli_check.run_file(Path(what), entry, schedules=schedules, seed=seed, timeline=timeline, as_json=as_json)
         return
-    problem = parse(what, sizes or [], **_problem_options(locals()))
+    problem = parse(what, sizes or [], options)
     gpu = devices.target(target) if target else devices.detect() or devices.target("h200")
     if config:
         chosen = pinning.as_config(what, config)
@@ -378,33 +270,6 @@ def doctor(as_json: _Json = False) -> None:
         examination.report(findings, Console())
     if any(finding.status == "problem" for finding in findings):
         raise typer.Exit(1)
-
-
-def parse(operator: str, sizes: Sequence[str], **options: Any) -> Problem:
-    """The Problem that command-line words mean.
-
-    Raises:
-        InvalidProblemError: a size is no whole number of at least 1, or an option does not fit the operator.
-    """
-    numbers = [_size(operator, word) for word in sizes]
-    problem = ops.get(operator).problem(numbers, **options)
-    assert isinstance(problem, Problem)
-    return problem
-
-
-def _problem_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a command's arguments that describe a problem, as far as they were given."""
-    return {name: given[name] for name in _PROBLEM_OPTIONS if given[name] is not None and given[name] is not False}
-
-
-def _size(operator: str, word: str) -> int:
-    try:
-        number = int(word)
-    except ValueError:
-        raise InvalidProblemError(f"{operator}: size {word!r} is not a whole number") from None
-    if number < 1:
-        raise InvalidProblemError(f"{operator}: size {word} must be at least 1")
-    return number
 
 
 def _chosen_config(problem: Problem, gpu: Any, template: str | None, params: list[str]) -> Any:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from tlxgen.ops.attention import kernels
 from tlxgen.problem import Problem, dtype_name, parse_problem
-
-if TYPE_CHECKING:
-    pass
-
 
 Causal = Literal["none", "bottom-right", "top-left"]
 
@@ -43,14 +39,20 @@ class AttentionProblem(Problem):
     H: int = Field(ge=1, le=2**12)
     S: int = Field(ge=0, le=2**24)
     D: int = Field(ge=8, le=_LARGEST_HEAD, multiple_of=8)
-    kv_heads: int = Field(ge=1)
-    kv_len: int = Field(ge=0, le=2**24)
-    dtype: Literal["bf16", "fp16"] = "bf16"
-    causal: Causal = "none"
-    window: int = Field(default=0, ge=0)
-    softcap: float = Field(default=0.0, ge=0.0, le=LARGEST_SOFTCAP, allow_inf_nan=False)
-    lse: bool = False
-    exact: bool = False
+    kv_heads: int = Field(ge=1, description="heads of k and v, H by default")
+    kv_len: int = Field(ge=0, le=2**24, description="length of k and v, S by default")
+    dtype: Literal["bf16", "fp16"] = Field(default="bf16", description="operands")
+    causal: Causal = Field(default="none", description="where the diagonal ends")
+    window: int = Field(default=0, ge=0, description="keys that a row of a causal problem sees, itself included")
+    softcap: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=LARGEST_SOFTCAP,
+        allow_inf_nan=False,
+        description="scores become softcap * tanh(score / softcap)",
+    )
+    lse: bool = Field(default=False, description="also write each row's log-sum-exp")
+    exact: bool = Field(default=False, description="rescale the output at every rise of a row's largest score")
 
     @model_validator(mode="before")
     @classmethod

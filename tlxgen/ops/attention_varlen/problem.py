@@ -46,15 +46,21 @@ class AttentionVarlenProblem(Problem):
     H: int = Field(ge=1, le=2**12)
     total_q: int = Field(ge=0, le=_LONGEST)
     D: int = Field(ge=8, le=256, multiple_of=8)
-    kv_heads: int = Field(ge=1)
-    total_kv: int = Field(ge=0, le=_LONGEST)
-    max_q: int = Field(ge=0, le=_LONGEST)
-    max_kv: int = Field(ge=0, le=_LONGEST)
-    dtype: Literal["bf16", "fp16"] = "bf16"
-    causal: Causal = "none"
-    window: int = Field(default=0, ge=0)
-    softcap: float = Field(default=0.0, ge=0.0, le=LARGEST_SOFTCAP, allow_inf_nan=False)
-    lse: bool = False
+    kv_heads: int = Field(ge=1, description="heads of k and v, H by default")
+    total_kv: int = Field(ge=0, le=_LONGEST, description="keys of all sequences, total_q by default")
+    max_q: int = Field(ge=0, le=_LONGEST, description="rows of the longest sequence, by default the average")
+    max_kv: int = Field(ge=0, le=_LONGEST, description="keys of the longest sequence, by default max_q or the average")
+    dtype: Literal["bf16", "fp16"] = Field(default="bf16", description="operands")
+    causal: Causal = Field(default="none", description="where the diagonal ends")
+    window: int = Field(default=0, ge=0, description="keys that a row of a causal problem sees, itself included")
+    softcap: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=LARGEST_SOFTCAP,
+        allow_inf_nan=False,
+        description="scores become softcap * tanh(score / softcap)",
+    )
+    lse: bool = Field(default=False, description="also write each row's log-sum-exp")
 
     @model_validator(mode="before")
     @classmethod

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from tlxgen.problem import DType, Problem, dtype_name
-
-if TYPE_CHECKING:
-    pass
-
 
 Layout = Literal["nn", "nt", "tn", "tt"]
 
@@ -44,10 +40,12 @@ class GemmProblem(Problem):
     M: int = Field(ge=0, le=_LARGEST)
     N: int = Field(ge=0, le=_LARGEST)
     K: int = Field(ge=0, le=_LARGEST)
-    dtype: DType = "bf16"
-    out_dtype: DType = "bf16"
-    layout: Layout = "nn"
-    epilogue: str = "none"
+    dtype: DType = Field(default="bf16", description="operands; fp32 through TF32")
+    out_dtype: DType = Field(default="bf16", description="output, the operands' by default")
+    layout: Layout = Field(default="nn", description="how A and B are stored, t for transposed")
+    epilogue: str = Field(
+        default="none", description="none, or parts of scale+bias+relu|gelu|silu+residual in that order"
+    )
 
     @model_validator(mode="before")
     @classmethod

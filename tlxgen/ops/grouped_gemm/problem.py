@@ -85,13 +85,15 @@ class GroupedGemmProblem(Problem):
     ROWS: int = Field(ge=0, le=_MOST_TOKENS)
     N: int = Field(ge=0, le=_LARGEST)
     K: int = Field(ge=0, le=_LARGEST)
-    dtype: Literal["bf16", "fp16", "e4m3"] = "bf16"
-    out_dtype: DType = "bf16"
-    form: Form = "2d3d"
-    layout: Layout = "nn"
-    epilogue: str = "none"
-    max_rows: int = Field(default=0, ge=0, le=_MOST_TOKENS)
-    group_sizes: str = SPREAD
+    dtype: Literal["bf16", "fp16", "e4m3"] = Field(default="bf16", description="operands")
+    out_dtype: DType = Field(default="bf16", description="output, the operands' by default")
+    form: Form = Field(default="2d3d", description="ranks of A and B, or how tokens are addressed")
+    layout: Layout = Field(default="nn", description="how A and B are stored, t for transposed")
+    epilogue: str = Field(default="none", description="none, or bias+relu|gelu|silu|swiglu|geglu")
+    max_rows: int = Field(default=0, ge=0, le=_MOST_TOKENS, description="tokens that an expert of form masked can hold")
+    group_sizes: str = Field(
+        default=SPREAD, description="tokens of each expert: even, dirichlet, zipf, or numbers joined by commas"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
 from tlxgen.problem import DType, Problem, dtype_name
-
-if TYPE_CHECKING:
-    pass
 
 
 class VectorAddProblem(Problem):
@@ -22,7 +19,7 @@ class VectorAddProblem(Problem):
     running: ClassVar[Mapping[str, int]] = {"n": 16}
 
     n: int = Field(ge=0, le=2**40)
-    dtype: DType = "bf16"
+    dtype: DType = Field(default="bf16", description="operands")
 
     @field_validator("dtype", mode="before")
     @classmethod
