@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from tlxgen.errors import InvalidProblemError
 
@@ -51,8 +51,13 @@ class Problem(BaseModel):
     #: Those lengths that change from call to call, such as batches and sequences, each with the largest power of two of
     #: which it matters to a kernel whether it divides them (`tlxgen.space.size_classes`).
     running: ClassVar[Mapping[str, int]] = {}
-    #: The fields that follow in a label, in order, as far as it has them; `out=` names the output's dtype.
+    #: The fields that stand in a label by value alone, after the sizes.
     label_fields: ClassVar[tuple[str, ...]] = ("dtype",)
+
+    @field_validator("dtype", "out_dtype", mode="before", check_fields=False)
+    @classmethod
+    def _short_name(cls, value: Any) -> Any:
+        return dtype_name(value)
 
     @property
     def empty(self) -> bool:
@@ -65,8 +70,21 @@ class Problem(BaseModel):
 
     @property
     def label(self) -> str:
-        """The problem in the words of the command line, such as `gemm 4096 4096 4096 bf16 nn`."""
-        raise NotImplementedError
+        """The problem in one line of text, such as `vector_add 1048576 bf16`.
+
+        Operator, sizes, the dtype, and `name=value` for every other field that differs from its default.
+        """
+        sizes = [getattr(self, name) for name in self.sizes]
+        given = {name: getattr(self, name) for name in self.label_fields}
+        words = [self.operator, *map(str, sizes), *map(str, given.values())]
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if name in self.sizes or name in given:
+                continue
+            if value != _default(type(self), name, sizes, given):
+                words.append(f"{name}={int(value) if isinstance(value, bool) else value}")
+            given[name] = value
+        return " ".join(words)
 
     @classmethod
     def from_label(cls, label: str) -> Self:
@@ -76,11 +94,15 @@ class Problem(BaseModel):
             InvalidProblemError: none has.
         """
         words = label.split()[1:]
-        count, names = len(cls.sizes), iter(cls.label_fields)
-        fields: dict[str, str] = {}
+        count, positional = len(cls.sizes), iter(cls.label_fields)
+        fields: dict[str, Any] = {}
         for word in words[count:]:
             name, equals, value = word.partition("=")
-            fields[f"{name}_dtype" if equals else next(names, word)] = value if equals else word
+            if not equals:
+                fields[next(positional, word)] = word
+                continue
+            name = "out_dtype" if name == "out" else name
+            fields[name] = _parsed(cls, name, value)
         return parse_problem(cls, [int(word) if word.isdecimal() else word for word in words[:count]], fields)
 
 
@@ -138,6 +160,24 @@ def parse_problem(
         raise InvalidProblemError(_one_line(problem_type.operator, error)) from None
     except TypeError as error:  # a field given twice
         raise InvalidProblemError(f"{problem_type.operator}: {error}") from None
+
+
+def _default(problem_type: type[Problem], name: str, sizes: list[int], given: Mapping[str, Any]) -> Any:
+    """What a field is if only these sizes and fields are given; None if they make no problem."""
+    try:
+        return getattr(parse_problem(problem_type, sizes, given), name)
+    except InvalidProblemError:
+        return None
+
+
+def _parsed(problem_type: type[Problem], name: str, word: str) -> Any:
+    """A word of a label as a value of the field's type; the word itself where it is none."""
+    field = problem_type.model_fields.get(name)
+    kind: Any = None if field is None else field.annotation
+    try:
+        return bool(int(word)) if kind is bool else kind(word) if kind in (int, float) else word
+    except ValueError:
+        return word
 
 
 def _one_line(operator: str, error: ValidationError) -> str:

@@ -165,9 +165,9 @@ def test_keys_survive_the_trip_through_json() -> None:
 @pytest.mark.parametrize("seed", ["0", "1", "31337"])
 def test_keys_are_the_same_in_every_process(seed: str) -> None:
     script = (
-        "from tlxgen import ops, devices\nfrom tlxgen.db import keys\n"
+        "from tlxgen import ops, devices\nfrom tlxgen.db import record\n"
         "problem = ops.get('gemm').problem((4096, 8192, 512), dtype='fp16', epilogue='bias+gelu')\n"
-        "print(keys.tuning_key(problem, devices.target('h200').key).id)\n"
+        "print(record.tuning_key(problem, devices.target('h200').key).id)\n"
     )
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)

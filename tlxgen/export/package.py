@@ -26,11 +26,8 @@ from tlxgen.toolchain import toolchain
 
 _STANDALONE = Path(__file__).parent / "standalone"
 
-#: Operators whose calls the standalone modules understand.
-OPERATORS = ("gemm", "grouped_gemm", "attention", "vector_add")
-
-#: Of grouped GEMM, the form whose number of tokens only the device knows, and the table asks for.
-_UNKNOWN = "masked"
+#: Operators that can be exported: those with a standalone module, which turns a call's tensors into a problem.
+OPERATORS = tuple(name for name in ops.NAMES if (_STANDALONE / f"{name}.py").is_file())
 
 
 def write_package(directory: Path, problems: Iterable[Problem], gpu: Gpu) -> Manifest:
@@ -73,9 +70,10 @@ def why_not_exported(problem: Problem) -> str | None:
             f"{problem.operator} cannot be exported; {', '.join(OPERATORS)} can, "
             "and `tlxgen emit` writes any kernel as a file of its own"
         )
-    if getattr(problem, "form", None) == _UNKNOWN:
-        return f"form {_UNKNOWN} cannot be exported, since calls do not tell ROWS"
-    return "a size is zero, so there is no kernel to export" if problem.empty else None
+    if problem.empty:
+        return "a size is zero, so there is no kernel to export"
+    reason: str | None = ops.get(problem.operator).why_not_exported(problem)
+    return reason
 
 
 def _entry(problem: Problem, gpu: Gpu) -> tuple[Entry, KernelSource] | None:
@@ -127,6 +125,16 @@ def _is_export(directory: Path) -> bool:
         return False
 
 
+def _init() -> str:
+    """The package's `__init__`: one function for each operator, named as the operator."""
+    from tlxgen.export import standalone
+
+    imports = [("dispatch", "entries, explain"), *((name, name) for name in OPERATORS)]
+    exported = ", ".join(f'"{name}"' for name in sorted(["entries", "explain", *OPERATORS]))
+    lines = [f"from .{module} import {names}" for module, names in sorted(imports)]
+    return f'"""{standalone.__doc__}"""\n\n' + "\n".join(lines) + f"\n\n__all__ = [{exported}]\n"
+
+
 def _write(directory: Path, manifest: Manifest, sources: Iterable[KernelSource]) -> None:
     """Into a folder beside the directory, which then takes its place."""
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -134,8 +142,10 @@ def _write(directory: Path, manifest: Manifest, sources: Iterable[KernelSource])
         package = Path(temporary) / directory.name
         kernels = package / "kernels"
         kernels.mkdir(parents=True)
-        for module in sorted(_STANDALONE.glob("*.py")):
-            (package / module.name).write_text(module.read_text(encoding="utf-8"), encoding="utf-8")
+        for name in ("dispatch", *OPERATORS):
+            text = (_STANDALONE / f"{name}.py").read_text(encoding="utf-8")
+            (package / f"{name}.py").write_text(text, encoding="utf-8")
+        (package / "__init__.py").write_text(_init(), encoding="utf-8")
         for entry, source in zip(manifest.entries, sources, strict=True):
             (kernels / f"{entry.module}.py").write_text(source.text, encoding="utf-8")
         (kernels / "__init__.py").write_text('"""Emitted kernels; each runs as a script, too."""\n', encoding="utf-8")

@@ -1,6 +1,7 @@
-"""What an operator is: a Problem, a reference, a roofline and a list of templates.
+"""`Operator`: everything that tlxgen asks about one operation (problem, resources, inputs, reference, peer).
 
-Adding one takes a module in this package with a subclass of `Operator`, its templates and their search spaces.
+An operator is a folder of this package (`problem.py`, `operator.py`, `time_model.py`), a folder of templates and one of
+search spaces; see docs/adding_an_operator.md.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from tlxgen.config import Config, Value
 from tlxgen.ops import accuracy
-from tlxgen.problem import Problem, torch_dtype
+from tlxgen.problem import ITEM_BYTES, Problem, parse_problem, torch_dtype
 
 if TYPE_CHECKING:
     import torch
 
 P = TypeVar("P", bound=Problem)
 
-#: Of float32 numbers that approximate instructions had a part in: some hundred times their error.
+#: Error of a float32 side output: some hundred times that of approximate instructions.
 SIDE_TOLERANCE = 1e-4
 
 #: Tensors of one call by parameter name, in the order of the emitted `launch`.
@@ -39,7 +40,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Case(Generic[P]):
-    """A small problem that a config's kernel is simulated on, and how many multiprocessors share it."""
+    """A small problem that a kernel is simulated on, and the number of multiprocessors of the simulated GPU."""
 
     problem: P
     num_sms: int
@@ -49,56 +50,37 @@ class Operator(ABC, Generic[P]):
     """One operation that tlxgen has templates for."""
 
     name: ClassVar[str]
-    #: Templates that compete, best first for people to read; the last is vanilla Triton.
+    #: Competing templates; the last is plain Triton, which serves every GPU.
     templates: ClassVar[tuple[str, ...]]
-    #: The library that computes the same, timed beside every candidate.
+    #: Name of the library that computes the same and is timed beside every candidate.
     peer: ClassVar[str]
-    #: The inputs that a call takes by position.
+    #: Names of the input tensors, in the order of positional arguments of a call.
     inputs_in_order: ClassVar[tuple[str, ...]]
-    #: Tensors that a call brings by name and the kernel writes to.
+    #: Names of further tensors of a call that the kernel writes to.
     also_written: ClassVar[tuple[str, ...]] = ()
     #: Name of the output among the parameters of the emitted `arguments` and `launch`.
     output_name: ClassVar[str]
     problem_type: type[P]
-    #: Parameters that pay or do not from size to size: how full the last round of tiles is, no class of sizes tells.
+    #: Fields of problems that derived tests compile and simulate with every template, the first of a usual size.
+    examples: ClassVar[tuple[Mapping[str, Any], ...]]
+    #: Parameters whose best value changes from size to size, since it depends on how full the last round of tiles is.
     by_size: ClassVar[tuple[str, ...]] = ()
-    #: Registers that a kernel may keep in memory, in bytes a thread; more is not worth timing.
+    #: Register spills that are accepted, in bytes per thread; kernels with more are not timed.
     allowed_spill_bytes: ClassVar[int] = 0
 
-    def arguments(
-        self, module: ModuleType, inputs: Tensors, output: torch.Tensor, *, num_sms: int, **options: Any
-    ) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
-        """Grid and kernel arguments of one call, made by the emitted module itself: no second copy can drift."""
-        tensors = {**inputs, self.output_name: output}
-        grid, args = module.arguments(**tensors, num_sms=num_sms, **options)
-        return grid, args
+    # What is computed
 
-    @abstractmethod
     def problem(self, shape: P | Sequence[int] | Mapping[str, Any], **options: Any) -> P:
         """The Problem that a shape and options mean.
 
         Raises:
             InvalidProblemError: naming the argument, its value and what is allowed.
         """
+        return parse_problem(self.problem_type, shape, options)
 
-    @abstractmethod
-    def variables(self, problem: P) -> dict[str, Value]:
-        """Names that search-space constraints may use beside a config's parameters."""
-
-    @abstractmethod
-    def resources(self, problem: P, config: Config) -> Resources:
-        """Shared memory, barriers, threads and accumulator registers of one CTA."""
-
-    @abstractmethod
-    def template_context(self, problem: P, config: Config) -> dict[str, Any]:
-        """Everything the template needs that Python can settle before rendering."""
-
-    @abstractmethod
-    def small_cases(self, problem: P, config: Config) -> Sequence[Case[P]]:
-        """Problems of a few tiles that take the config's kernel through its corners.
-
-        They differ from `problem` in size alone, and keep what of its sizes the emitted code depends on.
-        """
+    def twins(self, problem: P) -> Sequence[P]:
+        """Problems that only the device can tell from this one; one row serves them all, so it must be fast on each."""
+        return ()
 
     @abstractmethod
     def flops(self, problem: P) -> float:
@@ -108,23 +90,54 @@ class Operator(ABC, Generic[P]):
     def bytes_moved(self, problem: P) -> float:
         """Bytes of one call if every operand crosses device memory once."""
 
+    # Which kernels there are
+
+    def variables(self, problem: P) -> dict[str, Value]:
+        """Names that search-space constraints may use beside a config's parameters; by default the problem's fields."""
+        return {**problem.model_dump(), "item_bytes": ITEM_BYTES[_dtype(problem)]}
+
+    @abstractmethod
+    def resources(self, problem: P, config: Config) -> Resources:
+        """Shared memory, barriers, threads and accumulator registers of one CTA."""
+
+    def template_context(self, problem: P, config: Config) -> dict[str, Any]:
+        """Variables of the template beside the config's parameters; by default names and size of the dtype."""
+        name = str(torch_dtype(_dtype(problem))).removeprefix("torch.")
+        return {
+            "torch_dtype": name,
+            "tl_dtype": f"tl.{name}",
+            "item_bytes": ITEM_BYTES[_dtype(problem)],
+            "hopper": config.template != self.templates[-1],
+        }
+
+    @abstractmethod
+    def small_cases(self, problem: P, config: Config) -> Sequence[Case[P]]:
+        """Problems of a few tiles that exercise the kernel's corners: tails, rings that wrap, several programs.
+
+        They differ from `problem` in size alone, and keep what of its sizes the emitted code depends on.
+        """
+
     @abstractmethod
     def predict_us(self, problem: P, config: Config, gpu: Any) -> float:
-        """Analytic time of a config on a GPU, in microseconds: good for ranking, never stored as measured."""
+        """Predicted time of a config on a GPU, in microseconds: ranks candidates, is never stored as measured."""
 
-    def twins(self, problem: P) -> Sequence[P]:
-        """Problems that a call of this one may be as well: what tells them apart, only the device knows.
+    def why_not_exported(self, problem: P) -> str | None:
+        """Why a kernel of this problem cannot be part of an exported package, or None."""
+        return None
 
-        One row serves them all, so a winner has to be fast on each.
-        """
-        return ()
+    # Tensors of a call
 
-    @abstractmethod
+    def operands(self, problem: P) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each input, by name; `inputs` and `check_call` follow from it unless overridden."""
+        raise NotImplementedError(f"{self.name}: define `operands`, or both `inputs` and `check_call`")
+
     def inputs(self, problem: P, device: torch.device | str, seed: int) -> Tensors:
         """Fresh random inputs (meta tensors for device `meta`), without the output."""
+        normal = normal_tensors(device, seed)
+        return {name: normal(shape, torch_dtype(dtype)) for name, (shape, dtype) in self.operands(problem).items()}
 
     def call_defaults(self, problem: P) -> dict[str, Any]:
-        """What a call may leave out of the emitted `arguments`, since the problem says it; `inputs` has it too."""
+        """Arguments of the emitted `arguments` that a call may leave out, since the problem implies them."""
         return {}
 
     @abstractmethod
@@ -136,6 +149,30 @@ class Operator(ABC, Generic[P]):
         shape, dtype = self.output_like(problem)
         return inputs[self.inputs_in_order[0]].new_empty(shape, dtype=dtype)
 
+    def check_call(self, problem: P, tensors: Tensors) -> str | None:
+        """Why these inputs are not the problem's (shape, dtype, missing or unknown operand), or None if they are."""
+        operands = self.operands(problem)
+        shapes = {name: shape for name, (shape, _) in operands.items()}
+        reason = why_other_tensors(tensors, shapes, {name: dtype for name, (_, dtype) in operands.items()})
+        if reason:
+            return reason
+        surplus = sorted(set(tensors) - set(operands))
+        return f"{surplus[0]} is not a parameter" if surplus else None
+
+    @abstractmethod
+    def launchable(self, problem: P, config: Config, tensors: Tensors, out: torch.Tensor) -> str | None:
+        """Why the config's template cannot take these tensors' strides or alignment, or None if it can."""
+
+    def arguments(
+        self, module: ModuleType, inputs: Tensors, output: torch.Tensor, *, num_sms: int, **options: Any
+    ) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
+        """Grid and kernel arguments of one call, by the emitted module's own `arguments`."""
+        tensors = {**inputs, self.output_name: output}
+        grid, args = module.arguments(**tensors, num_sms=num_sms, **options)
+        return grid, args
+
+    # Reference and peers
+
     @abstractmethod
     def reference(self, problem: P, inputs: Tensors) -> torch.Tensor:
         """The result in float64, before rounding to the output dtype."""
@@ -145,40 +182,37 @@ class Operator(ABC, Generic[P]):
         """The peer: the same operation through torch, written to `out` where torch can."""
 
     def timed_peer(self, problem: P, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
-        """What the peer's time is taken of: `eager`, unless that asks the host, which a CUDA graph cannot capture."""
+        """The call whose time is the peer's: `eager`, unless that waits for the host, which no CUDA graph captures."""
         return self.eager(problem, inputs, out)
 
+    def peer_result(self, problem: P, inputs: Tensors) -> torch.Tensor:
+        """The peer's result on a GPU; on a CPU, where `eager` may be more exact, rounded as tensor cores do."""
+        return self.eager(problem, inputs)
+
     def other_libraries(self, problem: P) -> Mapping[str, Callable[[Tensors, torch.Tensor], torch.Tensor]]:
-        """Other implementations that are installed and take the problem, by name: of inputs and room for the output."""
+        """Other installed implementations of the problem, by name: functions of inputs and output buffer."""
         return {}
 
     def side_outputs(self, problem: P, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """What the kernel writes into tensors that the call brings, in float64, by the tensors' names."""
+        """Expected contents, in float64, of the tensors that the kernel writes beside its output, by name."""
         return {}
 
     def why_side_output_wrong(self, problem: P, inputs: Tensors, expected: dict[str, torch.Tensor]) -> str | None:
-        """Why one of them is wrong after a call, or None."""
+        """Why a side output is wrong after a call, or None."""
         for name, reference in expected.items():
             reason = accuracy.why_far(inputs[name], reference, SIDE_TOLERANCE)
             if reason:
                 return f"{name}: {reason}"
         return None
 
-    def peer_result(self, problem: P, inputs: Tensors) -> torch.Tensor:
-        """What the peer would give on a GPU; on a CPU, where `eager` may be more exact, rounded as tensor cores do."""
-        return self.eager(problem, inputs)
 
-    @abstractmethod
-    def check_call(self, problem: P, tensors: Tensors) -> str | None:
-        """Why these inputs are not the problem's (shape, dtype, a missing operand), or None if they are."""
-
-    @abstractmethod
-    def launchable(self, problem: P, config: Config, tensors: Tensors, out: torch.Tensor) -> str | None:
-        """Why these very tensors cannot go through the config's template (strides, alignment), or None if they can."""
+def _dtype(problem: Problem) -> str:
+    """The problem's `dtype`, which operators that use the defaults above have."""
+    return str(getattr(problem, "dtype"))  # noqa: B009 - no field of the base class
 
 
 def normal_tensors(device: torch.device | str, seed: int) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
-    """A source of tensors from a normal distribution; on the `meta` device they have no contents."""
+    """A source of normally distributed tensors; on the `meta` device they have no contents."""
     import torch
 
     if torch.device(device).type == "meta":
@@ -196,7 +230,7 @@ def normal_tensors(device: torch.device | str, seed: int) -> Callable[[tuple[int
 def why_other_tensors(
     tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str | torch.dtype]
 ) -> str | None:
-    """Why a call's tensors are not those of these names, shapes and dtypes, or None; there may be others beside."""
+    """Why a call's tensors have not these names, shapes and dtypes, or None; further tensors are not looked at."""
     for name, shape in shapes.items():
         tensor, dtype = tensors.get(name), dtypes[name]
         if tensor is None:
@@ -204,4 +238,14 @@ def why_other_tensors(
         if tuple(tensor.shape) != shape or tensor.dtype != (torch_dtype(dtype) if isinstance(dtype, str) else dtype):
             found = f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
             return f"{name} has {found}; the kernel is for {shape} and {dtype}"
+    return None
+
+
+def why_not_contiguous(tensors: Mapping[str, torch.Tensor], alignment: int = 1) -> str | None:
+    """Why a tensor is not contiguous, or its address not a multiple of `alignment` bytes; None if all are."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            return f"{name} is not contiguous"
+        if tensor.data_ptr() % alignment:
+            return f"{name} starts at an address that {alignment} does not divide"
     return None

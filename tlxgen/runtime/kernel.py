@@ -1,7 +1,7 @@
 """`get_kernel`: the best kernel for a problem on the machine at hand, as a callable.
 
-Which config that is, `tlxgen.runtime.selection` decides; how a call is computed, `tlxgen.runtime.plans`. `Kernel.origin` says where the
-config comes from, `Kernel.explain()` why it is not a better one.
+`tlxgen.runtime.selection` decides which config that is, `tlxgen.runtime.plans` how a call is computed. `Kernel.origin`
+says where the config comes from, `Kernel.explain()` why it is not a better one.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def kernel_for(
         NoKernelError: `strict`, and there is no tuned row for this GPU and toolchain.
     """
     pin = _pin(problem, config)
-    kernel = _kernel(problem, _current_device(), pin, note_miss)
+    kernel = _kernel(problem, _current_device(), pin, note_miss, _ROWS[0])
     if strict and kernel.origin not in BEST:
         raise NoKernelError(f"{problem.label}: {kernel.explain()}")
     if kernel.origin not in _SILENT or (pin is not None and kernel.origin != "pinned"):
@@ -83,7 +83,7 @@ def kernel_for(
 
 def is_served(problem: Problem, config: Config | str | Mapping[str, Any] | None = None) -> bool:
     """Whether `kernel_for` has the pinned config or a tuned row for the problem; notes and says nothing."""
-    return _kernel(problem, _current_device(), _pin(problem, config), False).origin in BEST
+    return _kernel(problem, _current_device(), _pin(problem, config), False, _ROWS[0]).origin in BEST
 
 
 def _pin(problem: Problem, config: Config | str | Mapping[str, Any] | None) -> Pin | None:
@@ -383,8 +383,13 @@ def _refuse_other_devices(problem: Problem, inputs: dict[str, Any], output: torc
             )
 
 
+#: Counts how often rows have changed under this process's hands: a choice that another thread began before the change
+#: is filed under the old number, and never served after it.
+_ROWS = [0]
+
+
 @lru_cache(maxsize=_KERNELS)
-def _kernel(problem: Problem, device: int | None, pin: Pin | None, note_miss: bool) -> Kernel:
+def _kernel(problem: Problem, device: int | None, pin: Pin | None, note_miss: bool, _rows: int) -> Kernel:
     with collector.paused():
         gpu = None if device is None else devices.present(device)
         return Kernel(problem, select(problem, gpu, note_miss=note_miss, pin=pin), gpu)
@@ -392,6 +397,7 @@ def _kernel(problem: Problem, device: int | None, pin: Pin | None, note_miss: bo
 
 def look_again() -> None:
     """Drops choices, not binaries: the next `kernel_for` looks at the rows anew."""
+    _ROWS[0] += 1
     selection.neighbourhood.cache_clear()
     _kernel.cache_clear()
 

@@ -15,7 +15,7 @@ from tlxgen.devices import Gpu
 from tlxgen.ops.attention import decode, kernels, peers, time_model
 from tlxgen.ops.attention.problem import AttentionProblem
 from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors, why_other_tensors
-from tlxgen.problem import ITEM_BYTES, parse_problem, torch_dtype
+from tlxgen.problem import ITEM_BYTES, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +38,13 @@ class Attention(Operator[AttentionProblem]):
     output_name = "out"
     also_written = ("lse",)
     problem_type = AttentionProblem
+    examples = (
+        {"B": 4, "H": 32, "S": 4096, "D": 64},
+        {"B": 1, "H": 8, "S": 1000, "D": 128, "kv_heads": 2, "causal": "bottom-right", "lse": True},
+        {"B": 2, "H": 16, "S": 1, "D": 128, "kv_heads": 4, "kv_len": 3000, "dtype": "fp16"},
+    )
     by_size = ("tail", "schedule")
     allowed_spill_bytes = 128  # mostly of the load role, which has 24 registers
-
-    def problem(self, shape: AttentionProblem | Sequence[int] | Mapping[str, Any], **options: Any) -> AttentionProblem:
-        """See `Operator.problem`."""
-        return parse_problem(AttentionProblem, shape, options)
 
     def variables(self, problem: AttentionProblem) -> dict[str, Value]:
         """See `Operator.variables`."""

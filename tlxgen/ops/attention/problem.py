@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from tlxgen.ops.attention import kernels
-from tlxgen.problem import Problem, dtype_name, parse_problem
+from tlxgen.problem import Problem
 
 Causal = Literal["none", "bottom-right", "top-left"]
 
@@ -63,11 +63,6 @@ class AttentionProblem(Problem):
                 data[name] = data[default]
         return kernels.without_idle_window(data, "S", "kv_len")
 
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _short_name(cls, value: Any) -> Any:
-        return dtype_name(value)
-
     @model_validator(mode="after")
     def _consistent(self) -> AttentionProblem:
         if self.H % self.kv_heads:
@@ -80,29 +75,6 @@ class AttentionProblem(Problem):
     def empty(self) -> bool:
         """Whether there is nothing to compute, or nothing to attend to."""
         return not (self.B and self.S and self.kv_len)
-
-    @property
-    def label(self) -> str:
-        """As on the command line, with what differs from the defaults: `attention 4 32 4096 128 bf16 window=1024`."""
-        words = ["attention", self.B, self.H, self.S, self.D, self.dtype]
-        words += [f"kv_heads={self.kv_heads}"] if self.kv_heads != self.H else []
-        words += [f"kv_len={self.kv_len}"] if self.kv_len != self.S else []
-        words += [f"causal={self.causal}"] if self.causal != "none" else []
-        words += [f"window={self.window}"] if self.window else []
-        words += [f"softcap={self.softcap}"] if self.softcap else []
-        words += [f"{name}=1" for name in ("lse", "exact") if getattr(self, name)]
-        return " ".join(map(str, words))
-
-    @classmethod
-    def from_label(cls, label: str) -> AttentionProblem:
-        """See `Problem.from_label`."""
-        words = label.split()[1:]
-        fields: dict[str, Any] = {"dtype": words[4] if len(words) > 4 else "bf16"}
-        for word in words[5:]:
-            name, _, value = word.partition("=")
-            fields[name] = value if name == "causal" else float(value) if name == "softcap" else int(value)
-        fields |= {name: bool(fields[name]) for name in ("lse", "exact") if name in fields}
-        return parse_problem(cls, [int(word) if word.isdecimal() else word for word in words[:4]], fields)
 
     @property
     def diagonal(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from tlxgen.ops.attention.operator import OPERATOR as ATTENTION
 from tlxgen.ops.attention_varlen import torch_reference
 from tlxgen.ops.attention_varlen.problem import AttentionVarlenProblem, _measures, drawn_lengths, sequences
 from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors, why_other_tensors
-from tlxgen.problem import ITEM_BYTES, parse_problem, torch_dtype
+from tlxgen.problem import ITEM_BYTES, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -37,13 +37,11 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
     output_name = "out"
     also_written = ("lse",)
     problem_type = AttentionVarlenProblem
+    examples = (
+        {"B": 4, "H": 32, "total_q": 8192, "D": 64},
+        {"B": 3, "H": 8, "total_q": 1000, "D": 128, "kv_heads": 2, "causal": "bottom-right", "lse": True},
+    )
     allowed_spill_bytes = ATTENTION.allowed_spill_bytes
-
-    def problem(
-        self, shape: AttentionVarlenProblem | Sequence[int] | Mapping[str, Any], **options: Any
-    ) -> AttentionVarlenProblem:
-        """See `Operator.problem`."""
-        return parse_problem(AttentionVarlenProblem, shape, options)
 
     def variables(self, problem: AttentionVarlenProblem) -> dict[str, Value]:
         """See `Operator.variables`."""

@@ -9,12 +9,12 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from tlxgen.ops.attention import kernels
 from tlxgen.ops.attention.problem import LARGEST_SOFTCAP, AttentionProblem, Causal
 from tlxgen.ops.base import Tensors
-from tlxgen.problem import Problem, dtype_name, parse_problem
+from tlxgen.problem import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,11 +77,6 @@ class AttentionVarlenProblem(Problem):
         # No sequence has more rows or keys than there are in all.
         return kernels.without_idle_window(data, "total_q", "total_kv")
 
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _short_name(cls, value: Any) -> Any:
-        return dtype_name(value)
-
     @model_validator(mode="after")
     def _consistent(self) -> AttentionVarlenProblem:
         if self.H % self.kv_heads:
@@ -105,32 +100,6 @@ class AttentionVarlenProblem(Problem):
         for total, most in (("total_q", "max_q"), ("total_kv", "max_kv")):
             made[most] = max(made[most], -(-made[total] // max(1, made["B"])))
         return made
-
-    @property
-    def label(self) -> str:
-        """As on the command line, with what differs from the defaults: `attention_varlen 4 32 4096 128 bf16 lse=1`."""
-        words = ["attention_varlen", self.B, self.H, self.total_q, self.D, self.dtype]
-        known: dict[str, Any] = {name: getattr(self, name) for name in self.sizes}
-        for name, default in _DEFAULTS.items():
-            words += [f"{name}={getattr(self, name)}"] if getattr(self, name) != default(known) else []
-            known[name] = getattr(self, name)
-        words += [f"causal={self.causal}"] if self.causal != "none" else []
-        words += [f"window={self.window}"] if self.window else []
-        words += [f"softcap={self.softcap}"] if self.softcap else []
-        words += ["lse=1"] if self.lse else []
-        return " ".join(map(str, words))
-
-    @classmethod
-    def from_label(cls, label: str) -> AttentionVarlenProblem:
-        """See `Problem.from_label`."""
-        words = label.split()[1:]
-        fields: dict[str, Any] = {"dtype": words[4] if len(words) > 4 else "bf16"}
-        for word in words[5:]:
-            name, _, value = word.partition("=")
-            fields[name] = value if name == "causal" else float(value) if name == "softcap" else int(value)
-        if "lse" in fields:
-            fields["lse"] = bool(fields["lse"])
-        return parse_problem(cls, [int(word) if word.isdecimal() else word for word in words[:4]], fields)
 
     @property
     def head(self) -> int:

@@ -11,7 +11,7 @@ from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors, 
 from tlxgen.ops.gemm import time_model
 from tlxgen.ops.gemm.problem import ACTIVATIONS, GemmProblem
 from tlxgen.ops.gemm.time_model import LEAST_STEPS
-from tlxgen.problem import ITEM_BYTES, parse_problem, torch_dtype
+from tlxgen.problem import ITEM_BYTES, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +30,12 @@ class Gemm(Operator[GemmProblem]):
     inputs_in_order = ("a", "b")
     output_name = "c"
     problem_type = GemmProblem
+    examples = (
+        {"M": 4096, "N": 4096, "K": 4096},
+        {"M": 1000, "N": 520, "K": 264, "dtype": "fp16", "layout": "nt", "epilogue": "bias+gelu"},
+        {"M": 33, "N": 4097, "K": 255, "layout": "tn", "out_dtype": "fp32"},
+    )
     by_size = ("tail",)
-
-    def problem(self, shape: GemmProblem | Sequence[int] | Mapping[str, Any], **options: Any) -> GemmProblem:
-        """See `Operator.problem`."""
-        return parse_problem(GemmProblem, shape, options)
 
     def variables(self, problem: GemmProblem) -> dict[str, Value]:
         """See `Operator.variables`. Alignments are those of contiguous operands."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tlxgen.problem import DType, Problem, dtype_name
+from tlxgen.problem import DType, Problem
 
 Layout = Literal["nn", "nt", "tn", "tt"]
 
@@ -54,11 +54,6 @@ class GemmProblem(Problem):
         if data.get("out_dtype") is None:
             data["out_dtype"] = data.get("dtype", "bf16")
         return data
-
-    @field_validator("dtype", "out_dtype", mode="before")
-    @classmethod
-    def _short_name(cls, value: Any) -> Any:
-        return dtype_name(value)
 
     @field_validator("epilogue")
     @classmethod

@@ -17,7 +17,7 @@ from tlxgen.ops.gemm.operator import CONSUMER_REGISTERS
 from tlxgen.ops.gemm.problem import ACTIVATIONS
 from tlxgen.ops.grouped_gemm import time_model, torch_reference
 from tlxgen.ops.grouped_gemm.problem import CLASSES, GATED, SPREAD, GroupedGemmProblem, drawn_sizes
-from tlxgen.problem import ITEM_BYTES, parse_problem, torch_dtype
+from tlxgen.problem import ITEM_BYTES, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -50,12 +50,11 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
     inputs_in_order = ("a", "b")
     output_name = "c"
     problem_type = GroupedGemmProblem
-
-    def problem(
-        self, shape: GroupedGemmProblem | Sequence[int] | Mapping[str, Any], **options: Any
-    ) -> GroupedGemmProblem:
-        """See `Operator.problem`."""
-        return parse_problem(GroupedGemmProblem, shape, options)
+    examples = (
+        {"E": 8, "ROWS": 4096, "N": 2048, "K": 2048},
+        {"E": 3, "ROWS": 500, "N": 512, "K": 256, "layout": "nt", "epilogue": "bias+swiglu"},
+        {"E": 4, "ROWS": 64, "N": 256, "K": 512, "form": "masked", "max_rows": 64},
+    )
 
     def variables(self, problem: GroupedGemmProblem) -> dict[str, Value]:
         """See `Operator.variables`. Alignments are of contiguous operands, rows and columns of an average product."""
@@ -158,6 +157,10 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
                 ((1,) * 5, fixed, 2 * k - 16, 1),
             ]
         return [Case(_small(problem, tokens, n, k), num_sms) for tokens, n, k, num_sms in sizes]
+
+    def why_not_exported(self, problem: GroupedGemmProblem) -> str | None:
+        """See `Operator.why_not_exported`."""
+        return "form masked cannot be exported, since calls do not tell ROWS" if problem.form == "masked" else None
 
     def flops(self, problem: GroupedGemmProblem) -> float:
         """Two operations for each product; the epilogue is not counted."""

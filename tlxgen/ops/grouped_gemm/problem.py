@@ -109,11 +109,6 @@ class GroupedGemmProblem(Problem):
             data.setdefault("max_rows", data["ROWS"])
         return data
 
-    @field_validator("dtype", "out_dtype", mode="before")
-    @classmethod
-    def _short_name(cls, value: Any) -> Any:
-        return dtype_name(value)
-
     @field_validator("epilogue")
     @classmethod
     def _known_epilogue(cls, value: str) -> str:

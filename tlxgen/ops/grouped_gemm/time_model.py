@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from tlxgen.config import Config
 from tlxgen.devices import Gpu
@@ -19,10 +18,6 @@ from tlxgen.ops.rates import (
     SUSTAINED,
 )
 from tlxgen.problem import ITEM_BYTES
-
-if TYPE_CHECKING:
-    pass
-
 
 #: Rate of the tensor cores by tile, against `SUSTAINED`: as GEMM's; nothing was fitted for grouped products.
 _EFFICIENCY: dict[str, dict[tuple[int, int], float]] = {

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from tlxgen.config import Config, Value
+from tlxgen.config import Config
 from tlxgen.devices import Gpu, Hopper
-from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors, why_other_tensors
+from tlxgen.ops.base import Case, Operator, Resources, Tensors, why_not_contiguous
 from tlxgen.ops.vector_add import time_model
 from tlxgen.ops.vector_add.problem import VectorAddProblem
-from tlxgen.problem import ITEM_BYTES, parse_problem, torch_dtype
+from tlxgen.problem import ITEM_BYTES, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -25,14 +25,7 @@ class VectorAdd(Operator[VectorAddProblem]):
     inputs_in_order = ("x", "y")
     output_name = "out"
     problem_type = VectorAddProblem
-
-    def problem(self, shape: VectorAddProblem | Sequence[int] | Mapping[str, Any], **options: Any) -> VectorAddProblem:
-        """See `Operator.problem`."""
-        return parse_problem(VectorAddProblem, shape, options)
-
-    def variables(self, problem: VectorAddProblem) -> dict[str, Value]:
-        """See `Operator.variables`."""
-        return {**problem.model_dump(), "item_bytes": ITEM_BYTES[problem.dtype]}
+    examples = ({"n": 2**24}, {"n": 12345, "dtype": "fp32"})
 
     def resources(self, problem: VectorAddProblem, config: Config) -> Resources:
         """See `Operator.resources`: the ring and its barriers; plain Triton needs no shared memory."""
@@ -41,16 +34,6 @@ class VectorAdd(Operator[VectorAddProblem]):
         block, stages = int(config.params["block"]), int(config.params["num_stages"])
         ring = 2 * stages * block * ITEM_BYTES[problem.dtype]
         return Resources(ring + 16 * stages + 1024, 2 * stages, 2 * Hopper.WARP_GROUP_THREADS, 0)
-
-    def template_context(self, problem: VectorAddProblem, config: Config) -> dict[str, Any]:
-        """See `Operator.template_context`."""
-        name = str(torch_dtype(problem.dtype)).removeprefix("torch.")
-        return {
-            "torch_dtype": name,
-            "tl_dtype": f"tl.{name}",
-            "item_bytes": ITEM_BYTES[problem.dtype],
-            "hopper": config.template != "vector_add_vanilla",
-        }
 
     def small_cases(self, problem: VectorAddProblem, config: Config) -> Sequence[Case[VectorAddProblem]]:
         """Less than a block, whole blocks, fewer and more than stages, and a tail."""
@@ -72,10 +55,9 @@ class VectorAdd(Operator[VectorAddProblem]):
         """See `tlxgen.ops.vector_add.time_model.stream_us`."""
         return time_model.stream_us(self.bytes_moved(problem), self.resources(problem, config), config, gpu)
 
-    def inputs(self, problem: VectorAddProblem, device: torch.device | str, seed: int) -> Tensors:
-        """Two vectors from a normal distribution."""
-        normal, dtype = normal_tensors(device, seed), torch_dtype(problem.dtype)
-        return {name: normal((problem.n,), dtype) for name in ("x", "y")}
+    def operands(self, problem: VectorAddProblem) -> dict[str, tuple[tuple[int, ...], str]]:
+        """See `Operator.operands`."""
+        return dict.fromkeys(("x", "y"), ((problem.n,), problem.dtype))
 
     def output_like(self, problem: VectorAddProblem) -> tuple[tuple[int, ...], torch.dtype]:
         """See `Operator.output_like`."""
@@ -91,23 +73,10 @@ class VectorAdd(Operator[VectorAddProblem]):
 
         return torch.add(inputs["x"], inputs["y"], out=out)
 
-    def check_call(self, problem: VectorAddProblem, tensors: Tensors) -> str | None:
-        """See `Operator.check_call`."""
-        shapes = dict.fromkeys(("x", "y"), (problem.n,))
-        reason = why_other_tensors(tensors, shapes, dict.fromkeys(shapes, problem.dtype))
-        if reason:
-            return reason
-        surplus = sorted(set(tensors) - {"x", "y"})
-        return f"{surplus[0]} is not a parameter" if surplus else None
-
     def launchable(self, problem: VectorAddProblem, config: Config, tensors: Tensors, out: torch.Tensor) -> str | None:
         """See `Operator.launchable`."""
-        for name, tensor in (*tensors.items(), ("out", out)):
-            if not tensor.is_contiguous():
-                return f"{name} is not contiguous"
-            if config.template == "vector_add_tma" and tensor.data_ptr() % Hopper.TMA_ALIGNMENT:
-                return f"{name} starts at an address that 16 does not divide"
-        return None
+        alignment = Hopper.TMA_ALIGNMENT if config.template == "vector_add_tma" else 1
+        return why_not_contiguous({**tensors, "out": out}, alignment)
 
 
 OPERATOR = VectorAdd()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from tlxgen.problem import DType, Problem, dtype_name
+from tlxgen.problem import DType, Problem
 
 
 class VectorAddProblem(Problem):
@@ -20,13 +20,3 @@ class VectorAddProblem(Problem):
 
     n: int = Field(ge=0, le=2**40)
     dtype: DType = Field(default="bf16", description="operands")
-
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _short_name(cls, value: Any) -> Any:
-        return dtype_name(value)
-
-    @property
-    def label(self) -> str:
-        """As on the command line: `vector_add 1048576 bf16`."""
-        return f"vector_add {self.n} {self.dtype}"
