@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -214,11 +215,11 @@ class Gemm(Operator[GemmProblem]):
 
 
 def _small(problem: GemmProblem, shape: tuple[int, int, int]) -> GemmProblem:
-    """The problem in another size; what 16 does not divide there, it does not divide here."""
-    sizes = {
-        name: size if getattr(problem, name) % _KNOWN_DIVISOR == 0 else size - 3
-        for name, size in zip(problem.sizes, shape, strict=True)
-    }
+    """The problem in another size (multiples of 16), with the divisors up to 16 that the problem's own sizes have."""
+    sizes = {}
+    for name, size in zip(problem.sizes, shape, strict=True):
+        divisor = math.gcd(getattr(problem, name), _KNOWN_DIVISOR)
+        sizes[name] = size - (3 * divisor if divisor < 8 else _KNOWN_DIVISOR - divisor)
     return problem.model_copy(update=sizes)
 
 

@@ -52,7 +52,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
     problem_type = GroupedGemmProblem
     examples = (
         {"E": 8, "ROWS": 4096, "N": 2048, "K": 2048},
-        {"E": 3, "ROWS": 500, "N": 512, "K": 256, "layout": "nt", "epilogue": "bias+swiglu"},
+        {"E": 3, "ROWS": 500, "N": 520, "K": 264, "layout": "nt", "epilogue": "bias+swiglu"},
         {"E": 4, "ROWS": 64, "N": 256, "K": 512, "form": "masked", "max_rows": 64},
     )
 
