@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support import stub_launcher
+from tests.support.problems import small_problem
 from tests.support.stub_hip import LDS
 from tlxgen import api, devices, ops, toolchain
 from tlxgen.codegen import loader
@@ -42,14 +43,6 @@ ARCHITECTURES: dict[str, tuple[Architecture, int]] = {
     "sm_120": ((12, 0), 170),
     "gfx942": ("gfx942", 304),
     "gfx950": ("gfx950", 256),
-}
-
-PROBLEMS: dict[str, dict[str, Any]] = {
-    "gemm": {"M": 4096, "N": 4096, "K": 4096},
-    "grouped_gemm": {"E": 8, "ROWS": 4096, "N": 2048, "K": 2048},
-    "attention": {"B": 4, "H": 32, "S": 4096, "D": 64},
-    "attention_varlen": {"B": 4, "H": 32, "total_q": 8192, "D": 64},
-    "vector_add": {"n": 2**24},
 }
 
 
@@ -118,7 +111,7 @@ def test_plain_triton_of_every_operator_compiles_within_the_architectures_limits
     gpu = card(name)
     limit = LDS.get(name) or search_space._device_values(gpu)["shared_memory_limit"]
     for operator in map(ops.get, ops.NAMES):
-        problem = operator.problem(PROBLEMS[operator.name])
+        problem = operator.problem(operator.examples[0])
         config = vanilla_config(problem, gpu)
         assert config is not None, operator.name
         module = loader.load(emit(operator, problem, config))
@@ -229,18 +222,9 @@ def test_without_a_gpu_every_operator_computes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", runtime.FallbackWarning)
         for operator in map(ops.get, ops.NAMES):
-            problem = operator.problem(SMALL[operator.name])
+            problem = small_problem(operator)
             kernel = runtime.Kernel(problem, select(problem, None), None)
             inputs = operator.inputs(problem, "cpu", 0)
             result, exact = kernel(**inputs).double(), operator.reference(problem, inputs)
             assert kernel.origin == "torch"
             assert (result - exact).norm() <= 2e-2 * exact.norm(), operator.name
-
-
-SMALL: dict[str, dict[str, Any]] = {
-    "gemm": {"M": 32, "N": 48, "K": 64},
-    "grouped_gemm": {"E": 4, "ROWS": 64, "N": 32, "K": 48},
-    "attention": {"B": 1, "H": 2, "S": 32, "D": 16},
-    "attention_varlen": {"B": 2, "H": 2, "total_q": 48, "D": 16},
-    "vector_add": {"n": 1000},
-}

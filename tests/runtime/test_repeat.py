@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.problems import small_problem
 from tests.support.stub_launcher import Noted, Noting, noting
 from tlxgen import api, ops
 from tlxgen.devices import target
@@ -381,15 +382,8 @@ def test_named_tensors_are_read_where_they_are() -> None:
 
 @pytest.mark.parametrize("name", ops.NAMES)
 def test_every_operator_has_the_same_launches_again(name: str, general: list[str]) -> None:
-    shapes: dict[str, Any] = {
-        "gemm": (128, 128, 128),
-        "attention": (1, 2, 128, 128),
-        "attention_varlen": (2, 2, 128, 64),
-        "vector_add": (4096,),
-        "grouped_gemm": (4, 256, 128, 128),
-    }
     operator = ops.get(name)
-    problem = operator.problem(shapes[name])
+    problem = small_problem(operator)
     kernel = api.get_kernel(name, problem)
     inputs = operator.inputs(problem, "cpu", 0)
     out = operator.output(problem, inputs)
