@@ -17,8 +17,9 @@ from tlxgen import ops
 from tlxgen.codegen.emit import emit
 from tlxgen.db.store import Store
 from tlxgen.problem import Problem
-from tlxgen.tuner.card import Card, timings
-from tlxgen.tuner.state import Budget, TuneResult
+from tlxgen.tuner.result import Budget, TuneResult
+from tlxgen.tuner.runner import Runner
+from tlxgen.tuner.timing import timings
 from tlxgen.tuner.tune import tune
 
 
@@ -59,7 +60,7 @@ def search(problem: Problem, sampler: str, budget: Budget) -> tuple[TuneResult, 
 def compare(problem: Problem, full: TuneResult, part: TuneResult) -> tuple[dict[str, Any], Any, list[dict[str, Any]]]:
     """Both winners, paired."""
     configs = {"exhaustive": full.record.config, "searched": part.record.config}
-    card = Card(problem.operator, problem, seed=2)
+    card = Runner(problem.operator, problem, seed=2)
     try:
         report = card.setup()
         verdicts = {name: card.gate(name, emit(ops.get(problem.operator), problem, c)) for name, c in configs.items()}

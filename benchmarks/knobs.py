@@ -27,10 +27,11 @@ from tlxgen.ops import suites
 from tlxgen.problem import Problem
 from tlxgen.runtime import kernel
 from tlxgen.space import search_space
-from tlxgen.tuner.card import Card, timings
 from tlxgen.tuner.compile_pool import CompilePool
 from tlxgen.tuner.measure import DeviceReport
 from tlxgen.tuner.process import Child
+from tlxgen.tuner.runner import Runner
+from tlxgen.tuner.timing import timings
 
 
 def main() -> None:
@@ -99,7 +100,7 @@ def measure(
 ) -> tuple[DeviceReport, list[dict[str, Any]], list[dict[str, Any]]]:
     """The card's report, a row for each variant that was timed, and what became of the others."""
     operator = ops.get(problem.operator)
-    card = Card(problem.operator, problem, seed=1, child=child)
+    card = Runner(problem.operator, problem, seed=1, child=child)
     report = card.setup()
     choice = kernel.select(problem, report.gpu)
     assert choice.origin == "tuned", f"{problem.label} is not tuned"

@@ -38,11 +38,12 @@ from tlxgen.errors import GpuLostError, TuningError
 from tlxgen.problem import Problem
 from tlxgen.runtime import kernel, selection
 from tlxgen.space.candidates import default_config
-from tlxgen.tuner.card import Card, Timing, timings
 from tlxgen.tuner.compile_pool import CompilePool
 from tlxgen.tuner.measure import DeviceReport
 from tlxgen.tuner.process import Child
-from tlxgen.tuner.state import Budget, TuneResult
+from tlxgen.tuner.result import Budget, TuneResult
+from tlxgen.tuner.runner import Runner
+from tlxgen.tuner.timing import Timing, timings
 from tlxgen.tuner.tune import tune
 
 SEED = 1
@@ -104,7 +105,7 @@ def main() -> None:
     child = Child()
     try:
         with shipped_alone():
-            report = Card("gemm", ops.get("gemm").problem((128, 128, 128)), INPUTS, child=child).setup()
+            report = Runner("gemm", ops.get("gemm").problem((128, 128, 128)), INPUTS, child=child).setup()
             with CompilePool(report.gpu.capability, simulate=True) as pool:
                 bench = Bench(child, pool, report.gpu, Budget(arguments.trials, arguments.seconds))
                 for one in islice(problems(turns, report.gpu, arguments.seed), count):
@@ -196,7 +197,7 @@ def together(
     problem: Problem, configs: Mapping[str, Config | None], bench: Bench
 ) -> tuple[dict[Config, Timing], DeviceReport]:
     """All of them in one measurement; who is there twice is measured once."""
-    card = Card(problem.operator, problem, INPUTS, child=bench.child)
+    card = Runner(problem.operator, problem, INPUTS, child=bench.child)
     report = card.setup()
     passed = pass_gate(card, [config for config in configs.values() if config is not None])
     found = timings(card.measure([config.id for config in passed], ROUNDS))

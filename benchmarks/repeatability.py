@@ -38,13 +38,13 @@ from tlxgen.problem import Problem
 from tlxgen.space import search_space
 from tlxgen.space.candidates import candidates
 from tlxgen.tuner import gpu_lock
-from tlxgen.tuner.card import Card, Timing, timings
 from tlxgen.tuner.compile_pool import CompilePool
-from tlxgen.tuner.contention import disturbance
 from tlxgen.tuner.final import lead_is_noise
 from tlxgen.tuner.measure import DeviceReport
 from tlxgen.tuner.process import Child
-from tlxgen.tuner.state import Budget, TuneResult
+from tlxgen.tuner.result import Budget, TuneResult
+from tlxgen.tuner.runner import Runner
+from tlxgen.tuner.timing import Timing, disturbance, timings
 from tlxgen.tuner.tune import tune
 
 LABELS = (
@@ -117,7 +117,7 @@ def _problem(label: str) -> Problem:
 
 def tunings(plan: Plan) -> Path:
     """Tunes from scratch, then compares the winners."""
-    report = Card(plan.problem.operator, plan.problem, SEED, child=plan.child).setup()
+    report = Runner(plan.problem.operator, plan.problem, SEED, child=plan.child).setup()
     asked = {"sampler": SAMPLER, "trials": plan.budget.trials, "seconds": plan.budget.seconds}
     rows: list[Row] = []
     winners: list[Config] = []
@@ -188,14 +188,14 @@ def shipped_config(problem: Problem, gpu: Gpu) -> Config | None:
 
 def together(plan: Plan, configs: Iterable[Config]) -> tuple[dict[Config, tuple[Timing, float | None]], DeviceReport]:
     """All of them in one measurement, each with its error."""
-    card = Card(plan.problem.operator, plan.problem, SEED, child=plan.child)
+    card = Runner(plan.problem.operator, plan.problem, SEED, child=plan.child)
     report = card.setup()
     passed = pass_gate(card, configs)
     found = timings(card.measure([config.id for config in passed], COMMON_ROUNDS))
     return {config: (found[config.id], error) for config, error in passed.items() if config.id in found}, report
 
 
-def pass_gate(card: Card, configs: Iterable[Config]) -> dict[Config, float | None]:
+def pass_gate(card: Runner, configs: Iterable[Config]) -> dict[Config, float | None]:
     """Errors of those that are right, ready to be timed."""
     passed = {}
     for config in dict.fromkeys(configs):
@@ -212,7 +212,7 @@ def pass_gate(card: Card, configs: Iterable[Config]) -> dict[Config, float | Non
 
 def order(plan: Plan) -> Path:
     """Times the model's favourites in several orders, and the first of these twice."""
-    card = Card(plan.problem.operator, plan.problem, SEED, child=plan.child)
+    card = Runner(plan.problem.operator, plan.problem, SEED, child=plan.child)
     report = card.setup()
     shorts = _favourites(card, report, ORDERED)
     rows: list[Row] = []
@@ -263,7 +263,7 @@ def strangers(first: Mapping[str, Timing], other: Mapping[str, Timing]) -> list[
 
 def contention(plan: Plan) -> Path:
     """Measures as a final does, time and again, alone and in company."""
-    card = Card(plan.problem.operator, plan.problem, SEED, child=plan.child)
+    card = Runner(plan.problem.operator, plan.problem, SEED, child=plan.child)
     report = card.setup()
     shorts = _favourites(card, report, FINALISTS)
     uuid = devices.uuid()
@@ -315,7 +315,7 @@ def summary(entries: list[Row]) -> Row:
     }
 
 
-def _favourites(card: Card, report: DeviceReport, n: int) -> dict[str, str]:
+def _favourites(card: Runner, report: DeviceReport, n: int) -> dict[str, str]:
     """The model's favourites that are right, by name."""
     configs = pass_gate(card, candidates(card.problem, report.gpu)[:n])
     return {config.id: config.short for config in configs}

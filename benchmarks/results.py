@@ -14,8 +14,8 @@ from tlxgen._version import __version__
 from tlxgen.config import Config
 from tlxgen.problem import Problem
 from tlxgen.toolchain import toolchain
-from tlxgen.tuner.card import Timing
 from tlxgen.tuner.measure import PROTOCOL, DeviceReport
+from tlxgen.tuner.timing import Timing
 
 
 def row(problem: Problem, config: Config, timing: Timing, error: float | None, report: DeviceReport) -> dict[str, Any]:

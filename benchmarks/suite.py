@@ -23,9 +23,10 @@ from tlxgen.config import Config
 from tlxgen.ops import suites
 from tlxgen.runtime import kernel
 from tlxgen.space.candidates import default_config
-from tlxgen.tuner.card import Card, timings
 from tlxgen.tuner.measure import DeviceReport
 from tlxgen.tuner.process import Child
+from tlxgen.tuner.runner import Runner
+from tlxgen.tuner.timing import timings
 
 ROUNDS = 41
 
@@ -79,7 +80,7 @@ def to_fastest(entry: dict[str, Any]) -> float:
 
 def measure(problem: Any, child: Child, rounds: int, *, alone: bool) -> tuple[DeviceReport, list[dict[str, Any]]]:
     """The tuned config (if there is one), the default (unless the tuned one is to be alone), and the libraries."""
-    card = Card(problem.operator, problem, seed=1, child=child)
+    card = Runner(problem.operator, problem, seed=1, child=child)
     report = card.setup()
     guests = card.invite()
     choice = kernel.select(problem, report.gpu)

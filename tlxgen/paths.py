@@ -1,10 +1,9 @@
-"""Where the shipped files are, and where the user's files go."""
+"""Paths of shipped files and of the user's cache; `write_atomically`."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from pathlib import Path
 
 import platformdirs
@@ -33,13 +32,13 @@ def in_operator_folder(root: Path, name: str) -> Path | None:
         folders = sorted(entry.path for entry in os.scandir(root) if entry.is_dir())
     except OSError:
         return None
-    return next((Path(path) for folder in folders if os.path.isfile(path := f"{folder}/{name}")), None)  # noqa: PTH113 - on the way to every kernel
+    return next((Path(path) for folder in folders if os.path.isfile(path := f"{folder}/{name}")), None)  # noqa: PTH113 - part of every first launch, and faster
 
 
 def user_cache_dir() -> Path:
     """The user's cache directory: emitted kernels, and the database unless `TLXGEN_CACHE` names another place.
 
-    Not created here: whoever writes creates it, whoever cannot write goes without.
+    It is created by the first writer.
     """
     return Path(platformdirs.user_cache_dir("tlxgen"))
 
@@ -54,23 +53,24 @@ def database_path() -> Path:
 
 
 def kernel_dir() -> Path:
-    """Where emitted kernels are written for import."""
+    """Directory of emitted kernels."""
     return user_cache_dir() / "kernels"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file, and its folder, so that another process never reads half of it.
+def write_atomically(path: Path, text: str, *, make_folder: bool = True) -> None:
+    """Writes a file atomically, and creates its folder.
 
     Raises:
         OSError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    if make_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            Path(temporary).unlink()
+            temporary.unlink()
         raise

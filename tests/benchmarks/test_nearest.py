@@ -22,9 +22,9 @@ from tlxgen.db.nearest import distance
 from tlxgen.errors import GpuLostError
 from tlxgen.problem import Problem
 from tlxgen.runtime import selection
-from tlxgen.tuner import state, tune
-from tlxgen.tuner.card import Timing
+from tlxgen.tuner import compile_pool, tune
 from tlxgen.tuner.compile_pool import CompilePool
+from tlxgen.tuner.timing import Timing
 
 H200 = devices.target("h200")
 BEST, NEIGHBOUR, DEFAULT = stub_card.config(120), stub_card.config(130), stub_card.config(156)
@@ -99,7 +99,7 @@ class TestMeasuring:
 
         monkeypatch.setattr(nearest, "Child", Counted)
         monkeypatch.setattr(nearest, "CompilePool", pool)
-        monkeypatch.setattr(state, "CompilePool", None)
+        monkeypatch.setattr(compile_pool, "CompilePool", None)
         run("--operator", "gemm", "--count", "2")
         assert (len(children), len(pools)) == (1, 1)
         assert not children[0].alive

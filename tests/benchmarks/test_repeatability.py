@@ -20,7 +20,7 @@ from tlxgen.db.shipped import dump
 from tlxgen.errors import TuningError
 from tlxgen.space.candidates import candidates
 from tlxgen.tuner import gpu_lock, tune
-from tlxgen.tuner.card import Timing
+from tlxgen.tuner.timing import Timing
 
 H200 = devices.target("h200")
 LABEL = "gemm 512 4096 4096 bf16 nn"

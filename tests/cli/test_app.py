@@ -26,7 +26,7 @@ from tlxgen.devices import target
 from tlxgen.errors import CompileError
 from tlxgen.runtime import kernel
 from tlxgen.space.candidates import candidates, default_config
-from tlxgen.tuner import state as tuning
+from tlxgen.tuner import compile_pool
 
 ROOT = Path(__file__).parents[2]
 H200 = target("h200")
@@ -79,7 +79,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a compiler was started")
 
-    monkeypatch.setattr(tuning, "CompilePool", refuse)
+    monkeypatch.setattr(compile_pool, "CompilePool", refuse)
 
 
 def stored() -> list[TunedRecord]:
@@ -281,7 +281,7 @@ class TestTuneWithoutGpu:
                 future.set_exception(CompileError("ptxas", "register allocation failed"))
                 return future
 
-        monkeypatch.setattr(tuning, "CompilePool", Failing)
+        monkeypatch.setattr(compile_pool, "CompilePool", Failing)
         done = run("tune", "gemm", 512, 512, 512, "--compile-only", "--trials", 3)
         assert done.status == 1
         assert done.out == ""

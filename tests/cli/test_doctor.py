@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
+from tests.support import stub_nvml
 from tlxgen import toolchain
 from tlxgen.cli import doctor
 from tlxgen.cli.doctor import Finding
 from tlxgen.db.store import Store
 from tlxgen.errors import CacheError
 from tlxgen.toolchain import Triton
+from tlxgen.tuner import nvml
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-SMI_HEADER = "| NVIDIA-SMI 570.86.15    Driver Version: 570.86.15    CUDA Version: 12.8 |"
 
 
 @pytest.fixture(autouse=True)
@@ -66,11 +66,6 @@ def _tool(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def _with_nvidia_smi(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
-    _tool(folder, "nvidia-smi", script)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-
-
 def test_it_covers_every_topic_on_this_machine() -> None:
     findings = doctor.examine()
     topics = {finding.topic for finding in findings}
@@ -103,6 +98,7 @@ def test_a_probe_that_fails_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("path", ["", "/nowhere"])
 def test_nothing_on_path_is_survived(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    stub_nvml.install(monkeypatch, driver=False)
     monkeypatch.setenv("PATH", path)
     monkeypatch.delenv("CC", raising=False)
     statuses = {finding.topic: finding for finding in doctor.examine()}
@@ -128,7 +124,7 @@ def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torch_without_cuda_is_a_warning_that_says_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_torch(monkeypatch, cuda=None)
-    monkeypatch.setenv("PATH", "")
+    stub_nvml.install(monkeypatch, driver=False)
     (torch,), (gpu,) = doctor._torch(), doctor._gpu()
     assert (torch.status, gpu.status) == ("warning", "warning")
     assert "predicted" in gpu.detail
@@ -142,8 +138,8 @@ def test_torch_for_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ROCm" in finding.detail
 
 
-def test_a_gpu_that_the_driver_sees_and_torch_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _with_nvidia_smi(monkeypatch, tmp_path / "bin", "echo NVIDIA H200")
+def test_a_gpu_that_the_driver_sees_and_torch_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_nvml.install(monkeypatch, nvmlDeviceGetCount=1)
     _fake_torch(monkeypatch, cuda="13.0")
     assert "CUDA_VISIBLE_DEVICES" in doctor._gpu()[0].remedy
     _fake_torch(monkeypatch, cuda=None)
@@ -159,17 +155,23 @@ def test_each_gpu_has_its_line_and_only_hopper_is_ok(monkeypatch: pytest.MonkeyP
     assert "not Hopper" in blackwell.detail
 
 
+VERSION, CUDA = {"nvmlSystemGetDriverVersion": "570.86.15"}, {"nvmlSystemGetCudaDriverVersion": 12080}
+
+
 @pytest.mark.parametrize(
-    ("script", "status", "detail"),
+    ("answers", "status", "detail"),
     [
-        (f'case "$1" in --query*) echo 570.86.15;; *) echo "{SMI_HEADER}";; esac', "ok", "570.86.15, CUDA up to 12.8"),
-        ('case "$1" in --query*) echo 570.86.15;; *) exit 1;; esac', "ok", "570.86.15, CUDA up to unknown"),
-        ("exit 0", "ok", "unknown, CUDA up to unknown"),
-        ("echo 'NVIDIA-SMI has failed'; exit 9", "warning", "nvidia-smi is missing or finds no driver"),
+        (VERSION | CUDA, "ok", "570.86.15, CUDA up to 12.8"),
+        (VERSION, "ok", "570.86.15, CUDA up to unknown"),
+        ({}, "ok", "unknown, CUDA up to unknown"),
+        ({"driver": False}, "warning", "no NVIDIA driver, or it does not answer"),
+        ({"nvmlInit": threading.Event().wait}, "warning", "no NVIDIA driver, or it does not answer"),
     ],
+    ids=["all", "no CUDA version", "no versions", "no driver", "driver hangs"],
 )
-def test_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, status: str, detail: str) -> None:
-    _with_nvidia_smi(monkeypatch, tmp_path / "bin", script)
+def test_driver(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], status: str, detail: str) -> None:
+    stub_nvml.install(monkeypatch, **answers)
+    monkeypatch.setattr(nvml, "_LIMIT_S", 0.2 if "nvmlInit" in answers else 20.0)
     (finding,) = doctor._driver()
     assert (finding.status, finding.detail) == (status, detail)
 

@@ -165,7 +165,7 @@ def test_a_problem_or_the_list(words: tuple[str, ...], tlxgen: Callable[..., int
 
 
 @pytest.mark.parametrize(
-    ("lent", "on_the_gpu", "load", "told", "crowded"),
+    ("lent", "on_the_gpu", "load", "told", "busy"),
     [
         (True, 1, 90, False, False),
         (True, 2, 90, True, True),
@@ -176,7 +176,7 @@ def test_a_problem_or_the_list(words: tuple[str, ...], tlxgen: Callable[..., int
     ids=["the lent process", "it and a stranger", "nobody", "a stranger", "a stranger that does nothing"],
 )
 def test_strangers_on_the_gpu_are_told_of_and_count_where_they_load_it(
-    lent: bool, on_the_gpu: int, load: int, told: bool, crowded: bool, monkeypatch: pytest.MonkeyPatch
+    lent: bool, on_the_gpu: int, load: int, told: bool, busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that went on from the last problem is none."""
     asked: dict[str, Any] = {}
@@ -197,7 +197,7 @@ def test_strangers_on_the_gpu_are_told_of_and_count_where_they_load_it(
     options = tuning_cli.Options(8, 1.0, "tpe", 0, None, None, compile_only=False, target=None, as_json=False)
     tuning_cli.run(ops.get("gemm").problem((256, 256, 256)), options, log, child)
     assert ("1 other process(es) compute on this GPU" in log.file.getvalue()) == told  # type: ignore[attr-defined]
-    assert asked["crowded"] is crowded
+    assert asked["gpu_busy"] is busy
 
 
 class TestSuite:

@@ -16,8 +16,8 @@ from tlxgen.ops import accuracy
 from tlxgen.ops.attention.problem import AttentionProblem
 from tlxgen.runtime.launch import Launcher
 from tlxgen.space.candidates import candidates
-from tlxgen.tuner.card import Card
 from tlxgen.tuner.process import Child
+from tlxgen.tuner.runner import Runner
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +56,7 @@ def test_result_is_as_good_as_the_library(
     if case in rejected:
         pytest.skip("the compiler spills")
     problem, config = case
-    card = Card("attention", problem, seed=11, child=child)
+    card = Runner("attention", problem, seed=11, child=child)
     card.setup()
     verdict = card.gate("candidate", emit(ATTENTION, problem, config))
     assert verdict.status == "ok", verdict.message
@@ -131,7 +131,7 @@ def test_pieces_of_tiles_add_up_launch_for_launch(shape: tuple[int, ...], option
 
 def test_other_libraries_are_timed_beside_candidates(child: Child) -> None:
     problem = ATTENTION.problem((2, 4, 1000, 64), causal="bottom-right")
-    card = Card("attention", problem, seed=5, child=child)
+    card = Runner("attention", problem, seed=5, child=child)
     card.setup()
     assert "cudnn" in card.invite()
     assert (

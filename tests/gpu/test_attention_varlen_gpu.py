@@ -15,8 +15,8 @@ from tlxgen.config import Config
 from tlxgen.ops.attention_varlen.problem import AttentionVarlenProblem
 from tlxgen.runtime.launch import Launcher, SlimDescriptor
 from tlxgen.space.candidates import candidates
-from tlxgen.tuner.card import Card
 from tlxgen.tuner.process import Child
+from tlxgen.tuner.runner import Runner
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +52,7 @@ def test_result_is_as_good_as_the_library(
     if case in rejected:
         pytest.skip("the compiler spills")
     problem, config = case
-    card = Card("attention_varlen", problem, seed=11, child=child)
+    card = Runner("attention_varlen", problem, seed=11, child=child)
     card.setup()
     verdict = card.gate("candidate", emit(VARLEN, problem, config))
     assert verdict.status == "ok", verdict.message

@@ -10,7 +10,7 @@ import pytest
 from tlxgen import devices, ops
 from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.space.candidates import candidates
-from tlxgen.tuner.card import Card
+from tlxgen.tuner.runner import Runner
 
 ADD = ops.get("vector_add")
 PROBLEM = ADD.problem((2**20,), dtype="bf16")
@@ -21,9 +21,9 @@ LIMIT = 15.0
 
 
 @pytest.fixture
-def card() -> Iterator[Card]:
+def card() -> Iterator[Runner]:
     """A card that knows one healthy candidate."""
-    card = Card("vector_add", PROBLEM, seed=5, limit=LIMIT)
+    card = Runner("vector_add", PROBLEM, seed=5, limit=LIMIT)
     card.setup()
     assert card.gate("healthy", emit(ADD, PROBLEM, VANILLA)).status == "ok"
     yield card
@@ -59,20 +59,20 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_wrong_result_is_rejected(fault: str, card: Card) -> None:
+def test_a_wrong_result_is_rejected(fault: str, card: Runner) -> None:
     verdict = card.gate("bad", broken(VANILLA, STORE, WRONG[fault]))
     assert verdict.status == "wrong_result", verdict
     assert card.measure(["healthy"], 2)["healthy"]
 
 
-def test_an_illegal_access_costs_one_trial(card: Card) -> None:
+def test_an_illegal_access_costs_one_trial(card: Runner) -> None:
     verdict = card.gate("bad", broken(VANILLA, STORE, "tl.store(out_ptr + offsets + (1 << 40), total)"))
     assert verdict.status == "launch_failed"
     assert card.gate("next", emit(ADD, PROBLEM, TMA)).status == "ok"
     assert len(card.measure(["healthy", "next"], 3)["next"]) == 3
 
 
-def test_a_hang_costs_its_time_limit(card: Card) -> None:
+def test_a_hang_costs_its_time_limit(card: Runner) -> None:
     started = time.monotonic()
     silent = broken(TMA, "tlx.barrier_expect_bytes(full[stage]", "tlx.barrier_expect_bytes(empty[stage]")
     verdict = card.gate("bad", silent)
@@ -82,14 +82,14 @@ def test_a_hang_costs_its_time_limit(card: Card) -> None:
     assert len(card.measure(["healthy", "next"], 3)["healthy"]) == 3
 
 
-def test_a_result_that_moves_is_a_race(card: Card) -> None:
+def test_a_result_that_moves_is_a_race(card: Runner) -> None:
     noise = "noise = (tl.extra.cuda.globaltimer() % 64).to(tl.float32) * 1e-4"
     store = storing("(total.to(tl.float32) * (1.0 + noise)).to(tl.bfloat16)")
     moving = broken(VANILLA, STORE, f"{noise}\n        {store}")
     assert card.gate("bad", moving).status in ("unstable_result", "wrong_result")
 
 
-def test_a_kernel_that_raises_in_the_compiler_is_a_failed_launch(card: Card) -> None:
+def test_a_kernel_that_raises_in_the_compiler_is_a_failed_launch(card: Runner) -> None:
     verdict = card.gate("bad", broken(VANILLA, "tl.load(x_ptr", "tl.no_such_thing(x_ptr"))
     assert verdict.status == "launch_failed"
     assert card.child.alive

@@ -14,9 +14,9 @@ from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
 from tlxgen.ops.gemm.problem import GemmProblem
 from tlxgen.space.candidates import candidates
-from tlxgen.tuner.card import Card
 from tlxgen.tuner.compile_pool import CompilePool
 from tlxgen.tuner.process import Child
+from tlxgen.tuner.runner import Runner
 
 pytestmark = pytest.mark.gpu
 
@@ -76,13 +76,13 @@ CASES = cases()
 def compiled() -> None:
     """All binaries, compiled on all cores before the first launch; failures are the business of the CPU tests."""
     with CompilePool((9, 0)) as pool:
-        for future in pool.map(emit(GEMM, problem, config) for problem, config in CASES):
+        for future in [pool.submit(emit(GEMM, problem, config)) for problem, config in CASES]:
             future.exception()
 
 
 @pytest.mark.parametrize(("problem", "config"), CASES, ids=lambda value: getattr(value, "label", None) or value.short)
 def test_result_is_as_good_as_the_library(problem: GemmProblem, config: Config, child: Child, compiled: None) -> None:
-    card = Card("gemm", problem, seed=11, child=child)
+    card = Runner("gemm", problem, seed=11, child=child)
     card.setup()
     verdict = card.gate("candidate", emit(GEMM, problem, config))
     assert verdict.status == "ok", verdict.message

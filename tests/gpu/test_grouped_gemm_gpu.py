@@ -20,8 +20,8 @@ from tlxgen.ops.grouped_gemm.problem import GroupedGemmProblem, drawn_sizes
 from tlxgen.runtime import kernel
 from tlxgen.runtime.launch import Launcher, SlimDescriptor
 from tlxgen.space.candidates import candidates, favourite
-from tlxgen.tuner.card import Card
 from tlxgen.tuner.process import Child
+from tlxgen.tuner.runner import Runner
 
 pytestmark = pytest.mark.gpu
 
@@ -102,7 +102,7 @@ def test_result_is_as_good_as_the_library(
     if case in rejected:
         pytest.skip("the compiler spills")
     problem, config = case
-    card = Card("grouped_gemm", problem, seed=11, child=child)
+    card = Runner("grouped_gemm", problem, seed=11, child=child)
     card.setup()
     verdict = card.gate("candidate", emit(GROUPED, problem, config))
     assert verdict.status == "ok", verdict.message

@@ -19,7 +19,7 @@ from tlxgen.runtime.launch import Launcher
 from tlxgen.simulator.check import check, small_cases
 from tlxgen.simulator.machine.machine import Machine
 from tlxgen.simulator.program import load as load_in_simulator
-from tlxgen.tuner.card import Card
+from tlxgen.tuner.runner import Runner
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +52,7 @@ def test_what_deadlocks_in_the_simulator_hangs_on_the_card(source: KernelSource,
     assert "deadlock" in {finding.kind for finding in check(mutant, 3, limits=emitted.LIMITS).findings}
     sizes = {"n": 2**24} if source.operator == "vector_add" else {"M": 2048, "N": 2048, "K": 2048}
     problem = source.problem.model_copy(update=sizes)
-    card = Card(source.operator, problem, seed=1, limit=LIMIT)
+    card = Runner(source.operator, problem, seed=1, limit=LIMIT)
     try:
         card.setup()
         assert card.gate("as emitted", replace(source, problem=problem)).status == "ok"

@@ -25,10 +25,10 @@ from tlxgen.db.record import tuning_key
 from tlxgen.db.store import Store
 from tlxgen.space.candidates import candidates
 from tlxgen.tuner import gpu_lock, tune
-from tlxgen.tuner.card import Card
 from tlxgen.tuner.compile_pool import CompilePool
 from tlxgen.tuner.measure import PROTOCOL, Verdict
-from tlxgen.tuner.state import Budget, TuneResult
+from tlxgen.tuner.result import Budget, TuneResult
+from tlxgen.tuner.runner import Runner
 
 torch = pytest.importorskip("torch")
 
@@ -90,13 +90,13 @@ Run = Callable[[list[Config]], TuneResult]
 def gated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Ids of the candidates that came to a gate."""
     names: list[str] = []
-    gate = Card.gate
+    gate = Runner.gate
 
-    def noted(card: Card, name: str, source: KernelSource) -> Verdict:
+    def noted(card: Runner, name: str, source: KernelSource) -> Verdict:
         names.append(name)
         return gate(card, name, source)
 
-    monkeypatch.setattr(Card, "gate", noted)
+    monkeypatch.setattr(Runner, "gate", noted)
     return names
 
 

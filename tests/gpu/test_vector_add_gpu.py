@@ -7,8 +7,8 @@ import pytest
 from tlxgen import devices, ops
 from tlxgen.codegen.emit import emit
 from tlxgen.space.candidates import candidates
-from tlxgen.tuner.card import Card
 from tlxgen.tuner.process import Child
+from tlxgen.tuner.runner import Runner
 
 ADD = ops.get("vector_add")
 
@@ -17,7 +17,7 @@ ADD = ops.get("vector_add")
 @pytest.mark.parametrize("n", [1, 1023, 1024, 4097, 2**20, 2**20 + 1])
 def test_every_length_is_written_in_full(n: int, dtype: str, child: Child) -> None:
     problem = ADD.problem((n,), dtype=dtype)
-    card = Card("vector_add", problem, seed=3, child=child)
+    card = Runner("vector_add", problem, seed=3, child=child)
     card.setup()
     legal = candidates(problem, devices.target("h200"))
     for template in ADD.templates:

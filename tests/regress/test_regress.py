@@ -40,9 +40,9 @@ from tlxgen.regress.findings import CHECKS, Finding, Outcome, Row
 from tlxgen.space import search_space
 from tlxgen.toolchain import toolchain
 from tlxgen.tuner import gpu_lock
-from tlxgen.tuner.card import LIMIT_S, Card
 from tlxgen.tuner.measure import PEER, DeviceReport, Gate, Measure, Setup, Verdict
 from tlxgen.tuner.process import ChildDiedError, ChildTimeoutError
+from tlxgen.tuner.runner import LIMIT_S, Runner
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = paths.SHIPPED_CACHE / "h200.jsonl"
@@ -652,7 +652,7 @@ class TestCard:
     @pytest.mark.parametrize(("slow", "dies", "check"), [(1.0, False, None), (1.1, False, "time"), (1.0, True, "card")])
     def test_by_way_of_the_tuner_s_own_card(self, slow: float, dies: bool, check: str | None) -> None:
         child = Child(slow * GEMM.time_us, dies)
-        outcome = on_card(Card("gemm", ops.get("gemm").problem(GEMM.key.problem), seed=0, child=child))  # type: ignore[arg-type]
+        outcome = on_card(Runner("gemm", ops.get("gemm").problem(GEMM.key.problem), seed=0, child=child))  # type: ignore[arg-type]
         assert [finding.check for finding in outcome.findings] == ([] if check is None else [check])
         assert not child.alive
 
@@ -857,7 +857,7 @@ class TestCommand:
 
     def test_a_ratchet_that_cannot_be_written_is_told(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         edit(folder / "h200.ratchet.json", '"registers": 168', '"registers": 144')
-        monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "no space left")))
+        monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "no space left")))
         assert isinstance(refused("--update"), OutputError)
 
 

@@ -24,9 +24,9 @@ from tlxgen.regress import rows
 from tlxgen.runtime import kernel, selection
 from tlxgen.space import absent, search_space
 from tlxgen.space.candidates import candidates
-from tlxgen.tuner import state, tune
+from tlxgen.tuner import compile_pool, tune
 from tlxgen.tuner.measure import PROTOCOL
-from tlxgen.tuner.state import Budget, TuneResult
+from tlxgen.tuner.result import Budget, TuneResult
 
 H200 = target("h200")
 ADD = ops.get("vector_add")
@@ -194,8 +194,8 @@ class TestTuning:
             by_config = {c: float(c.params["block"]) for c in legal}
             by_config |= {c: times["cached"] for c in legal if c.params.get("cached") and "cached" in times}
             card = RecordedCard(by_config, 5000.0)
-            monkeypatch.setattr(tune, "Card", lambda *_, **__: card)
-            monkeypatch.setattr(state, "CompilePool", lambda *_, **__: InstantPool())
+            monkeypatch.setattr(tune, "Runner", lambda *_, **__: card)
+            monkeypatch.setattr(compile_pool, "CompilePool", lambda *_, **__: InstantPool())
             return tune.tune(PROBLEM, store, budget=Budget(trials, 600), templates=(TEMPLATE,)), card
 
         return run

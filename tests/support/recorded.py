@@ -35,7 +35,7 @@ def table(sizes: tuple[int, int, int]) -> tuple[dict[Config, float], float]:
 
 @dataclass
 class RecordedCard:
-    """Stands in for `tlxgen.tuner.card.Card`; `log` counts how often each config was gated and timed."""
+    """Stands in for `tlxgen.tuner.runner.Runner`; `log` counts how often each config was gated and timed."""
 
     times: dict[Config, float]
     peer_us: float

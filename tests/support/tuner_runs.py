@@ -20,7 +20,7 @@ from tlxgen.config import Config
 from tlxgen.db.record import TunedRecord, TuningKey
 from tlxgen.db.store import Store
 from tlxgen.tuner.measure import PROTOCOL, Verdict
-from tlxgen.tuner.state import TuneResult
+from tlxgen.tuner.result import TuneResult
 
 ROOT = Path(__file__).parents[2]
 #: For processes: this tree before whatever else they find their packages by.
@@ -32,16 +32,16 @@ _GATES = "gates"
 
 def note_gates(folder: Path) -> None:
     """Has this process write down which candidates it is about to gate, for whoever kills it."""
-    from tlxgen.tuner.card import Card
+    from tlxgen.tuner.runner import Runner
 
-    gate = Card.gate
+    gate = Runner.gate
 
-    def noted(card: Card, name: str, source: KernelSource) -> Verdict:
+    def noted(card: Runner, name: str, source: KernelSource) -> Verdict:
         with (folder / _GATES).open("a") as log:
             log.write(f"{name}\n")
         return gate(card, name, source)
 
-    Card.gate = noted  # type: ignore[assignment, method-assign]
+    Runner.gate = noted  # type: ignore[assignment, method-assign]
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ from pathlib import Path
 from tlxgen import ops
 from tlxgen.tuner import tune
 from tlxgen.db.store import Store
-from tlxgen.tuner.state import Budget
+from tlxgen.tuner.result import Budget
 
 def tuned(path):
     with Store.open(Path(path)) as store:

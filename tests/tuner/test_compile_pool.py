@@ -101,7 +101,7 @@ def test_tritons_errors_are_classed_by_name(name: str, kind: str) -> None:
 
 
 def test_what_follows_a_crash_in_the_queue_is_compiled(pool: CompilePool) -> None:
-    futures = pool.map([ABORTS, GOOD, WRONG_TYPES, GOOD])
+    futures = [pool.submit(source) for source in (ABORTS, GOOD, WRONG_TYPES, GOOD)]
     kinds = []
     for future in futures:
         error = future.exception(120)

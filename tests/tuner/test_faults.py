@@ -30,7 +30,7 @@ from tlxgen.db.store import Store
 from tlxgen.errors import GpuLostError, TuningError
 from tlxgen.tuner import tune
 from tlxgen.tuner.measure import PROTOCOL
-from tlxgen.tuner.state import Budget, TuneResult
+from tlxgen.tuner.result import Budget, TuneResult
 
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from tlxgen.config import Config
-from tlxgen.tuner.card import Timing
-from tlxgen.tuner.final import complexity, lead_is_noise, steadiest, winner
+from tlxgen.tuner.final import complexity, lead_is_noise, winner, winner_on_all
+from tlxgen.tuner.timing import Timing
 
 ROUNDS = 25
 
@@ -138,19 +138,19 @@ class TestSteadiest:
     def test_is_the_one_that_loses_least_where_it_loses_most(self) -> None:
         here = {SIMPLE: timing([100.0] * 3), MORE_STAGES: timing([103.0] * 3), COMPLEX: timing([104.0] * 3)}
         there = {SIMPLE: timing([120.0] * 3), MORE_STAGES: timing([102.0] * 3), COMPLEX: timing([100.0] * 3)}
-        config, loss = steadiest([here, there])
+        config, loss = winner_on_all([here, there])
         assert config == MORE_STAGES
         assert loss == pytest.approx(0.03)
 
     def test_of_equals_is_the_incumbent_or_the_fastest_in_the_first(self) -> None:
         here = {SIMPLE: timing([100.0] * 3), MORE_STAGES: timing([100.3] * 3)}
-        assert steadiest([here, here])[0] == SIMPLE
-        assert steadiest([here, here], MORE_STAGES)[0] == MORE_STAGES
+        assert winner_on_all([here, here])[0] == SIMPLE
+        assert winner_on_all([here, here], MORE_STAGES)[0] == MORE_STAGES
         there = {SIMPLE: timing([100.0] * 3), MORE_STAGES: timing([101.0] * 3)}
-        assert steadiest([here, there], MORE_STAGES)[0] == SIMPLE
+        assert winner_on_all([here, there], MORE_STAGES)[0] == SIMPLE
 
     def test_is_none_that_was_not_timed_everywhere(self) -> None:
         here = {SIMPLE: timing([100.0] * 3), MORE_STAGES: timing([110.0] * 3)}
-        assert steadiest([here, {MORE_STAGES: timing([100.0] * 3)}])[0] == MORE_STAGES
+        assert winner_on_all([here, {MORE_STAGES: timing([100.0] * 3)}])[0] == MORE_STAGES
         with pytest.raises(ValueError, match="no config"):
-            steadiest([here, {}])
+            winner_on_all([here, {}])

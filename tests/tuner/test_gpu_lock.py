@@ -1,4 +1,4 @@
-"""One tuner on a GPU at a time, and a look at who else is there."""
+"""The lock of a GPU, and what the driver says of other processes on it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tlxgen.tuner import gpu_lock
+from tests.support import stub_nvml
+from tlxgen.tuner import gpu_lock, nvml
 
 HOLD = """
 import sys
@@ -22,59 +25,59 @@ with gpu_lock.exclusive("uuid", print, Path(sys.argv[1])):
 """
 
 
-def test_a_second_tuner_waits_and_says_so(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+def test_second_tuner_waits_with_a_message_until_the_first_is_killed(tmp_path: Path) -> None:
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert first.stdout is not None
     assert first.stdout.readline() == "held\n"
-    told: list[str] = []
-    timer = threading.Timer(0.3, first.kill)  # the lock ends with its holder, however it ends
-    timer.start()
-    with gpu_lock.exclusive("uuid", told.append, tmp_path), gpu_lock.exclusive("another", told.append, tmp_path):
+    messages: list[str] = []
+    threading.Timer(0.3, first.kill).start()
+    with gpu_lock.exclusive("uuid", messages.append, tmp_path), gpu_lock.exclusive("other", messages.append, tmp_path):
         assert first.wait(10) == -9
-    assert len(told) == 1
-    assert "waiting" in told[0]
+    (message,) = messages
+    assert "waiting" in message
     first.communicate()
 
 
-def test_the_lock_is_for_all_users(tmp_path: Path) -> None:
-    with gpu_lock.exclusive("uuid", print, tmp_path):
-        (file,) = tmp_path.iterdir()
+def test_lock_file_is_writable_by_all_users(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        with gpu_lock.exclusive("uuid", print, tmp_path):
+            (file,) = tmp_path.iterdir()
+    finally:
+        os.umask(before)
     assert file.stat().st_mode & 0o777 == 0o666
+    with gpu_lock.exclusive("uuid", print, tmp_path):
+        assert list(tmp_path.iterdir()) == [file]
+
+
+def fail() -> None:
+    raise stub_nvml.Nvml.NVMLError("unknown error")
+
+
+PROCESSES, LOAD = "nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetUtilizationRates"
 
 
 @pytest.mark.parametrize(
-    ("script", "count"),
-    [("echo 4711; echo 4712", 2), ("true", 0), ("echo failed; exit 9", 0), (None, 0)],
-    ids=["two", "none", "a driver that fails", "no driver"],
+    ("answers", "processes", "load"),
+    [
+        ({PROCESSES: ["one", "two"], LOAD: SimpleNamespace(gpu=97)}, 2, 97),
+        ({PROCESSES: [], LOAD: SimpleNamespace(gpu=0)}, 0, 0),
+        ({}, 0, 0),
+        ({PROCESSES: ["one"], LOAD: SimpleNamespace(gpu=97), "nvmlDeviceGetHandleByUUID": fail}, 0, 0),
+        ({"driver": False}, 0, 0),
+        ({"nvmlInit": threading.Event().wait}, 0, 0),
+    ],
+    ids=["busy", "idle", "questions fail", "unknown GPU", "no driver", "driver hangs"],
 )
-def test_processes_on_the_gpu_are_counted(
-    script: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_processes_and_load(
+    answers: dict[str, Any], processes: int, load: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if script is not None:
-        tool = tmp_path / "nvidia-smi"
-        tool.write_text(f"#!/bin/sh\n{script}\n")
-        tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep if script else None)
-    assert gpu_lock.other_processes("uuid") == count
-
-
-@pytest.mark.parametrize(
-    ("script", "percent"),
-    [("echo 97", 97), ("echo 0", 0), ("echo '[N/A]'", 0), ("echo failed; exit 9", 0)],
-    ids=["busy", "idle", "unknown", "a driver that fails"],
-)
-def test_what_others_do_is_asked_of_the_driver(
-    script: str, percent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert gpu_lock.load("uuid", settle=0.0) == percent
+    stub_nvml.install(monkeypatch, **answers)
+    monkeypatch.setattr(nvml, "_LIMIT_S", 0.2 if "nvmlInit" in answers else 20.0)
+    assert (gpu_lock.other_processes("uuid"), gpu_lock.load("uuid", settle=0.0)) == (processes, load)

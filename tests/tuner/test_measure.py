@@ -9,16 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import stub_device  # type: ignore[import-not-found] # conftest.py makes it importable
+import stub_card  # type: ignore[import-not-found] # conftest.py makes it importable
 
 from tlxgen import ops
 from tlxgen.codegen.emit import KernelSource
 from tlxgen.db.store import Store
 from tlxgen.errors import TuningError
-from tlxgen.tuner import measure, state, tune
-from tlxgen.tuner.card import Card, timings
+from tlxgen.tuner import compile_pool, measure, tune
 from tlxgen.tuner.measure import PEER, Measure, Session
 from tlxgen.tuner.process import Child
+from tlxgen.tuner.runner import Runner
+from tlxgen.tuner.timing import timings
 
 VECTORS = ops.get("vector_add").problem((4096,))
 MATRICES = ops.get("gemm").problem((64, 48, 136))
@@ -28,17 +29,17 @@ RIGHT = "out.copy_(x + y)"
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[Child]:
-    child = stub_device.DeviceChild()
+    child = stub_card.CpuChild()
     yield child
     child.kill()
 
 
 @pytest.fixture
-def card(child: Child) -> Card:
+def card(child: Child) -> Runner:
     """A card that knows one healthy candidate."""
-    card = Card("vector_add", VECTORS, seed=5, limit=20.0, child=child)
+    card = Runner("vector_add", VECTORS, seed=5, limit=20.0, child=child)
     card.setup()
-    assert card.gate("healthy", stub_device.source(VECTORS)).status == "ok"
+    assert card.gate("healthy", stub_card.cpu_kernel(VECTORS)).status == "ok"
     return card
 
 
@@ -89,11 +90,11 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_told_and_harms_nobody_after_it(lie: str, card: Card) -> None:
+def test_a_lie_is_told_and_harms_nobody_after_it(lie: str, card: Runner) -> None:
     body, status, words = LIES[lie]
-    verdict = card.gate("bad", stub_device.source(VECTORS, body))
+    verdict = card.gate("bad", stub_card.cpu_kernel(VECTORS, body))
     assert (verdict.status, words in verdict.message) == (status, True), verdict
-    assert card.gate("next", stub_device.source(VECTORS)).status == "ok"
+    assert card.gate("next", stub_card.cpu_kernel(VECTORS)).status == "ok"
     assert set(card.measure(["healthy", "next", "bad"], 2)) == {"healthy", "next", PEER}
 
 
@@ -108,20 +109,20 @@ def test_a_lie_is_told_and_harms_nobody_after_it(lie: str, card: Card) -> None:
     ids=["drops the last tile of K", "drops the last element of K", "repeats a row", "changes an element of B"],
 )
 def test_of_products_too(body: str, words: str, child: Child) -> None:
-    card = Card("gemm", MATRICES, seed=5, limit=20.0, child=child)
+    card = Runner("gemm", MATRICES, seed=5, limit=20.0, child=child)
     card.setup()
-    verdict = card.gate("bad", stub_device.source(MATRICES, body))
+    verdict = card.gate("bad", stub_card.cpu_kernel(MATRICES, body))
     assert (verdict.status, words in verdict.message) == ("wrong_result", True), verdict
-    assert card.gate("good", stub_device.source(MATRICES)).status == "ok"
+    assert card.gate("good", stub_card.cpu_kernel(MATRICES)).status == "ok"
 
 
-def test_a_rough_time_is_taken_of_candidates_and_of_the_library(card: Card) -> None:
-    assert card.gate("next", stub_device.source(VECTORS, time_us="7.0")).launch_us == pytest.approx(7.0)
+def test_a_rough_time_is_taken_of_candidates_and_of_the_library(card: Runner) -> None:
+    assert card.gate("next", stub_card.cpu_kernel(VECTORS, time_us="7.0")).launch_us == pytest.approx(7.0)
     assert card.setup().peer_launch_us == 1.0, "no less is told; the stub's library takes no time outside of graphs"
 
 
-def test_an_illegal_access_ends_the_process_and_the_next_one_is_clean(card: Card) -> None:
-    verdict = card.gate("bad", stub_device.source(VECTORS, "stub_device.card.fault()"))
+def test_an_illegal_access_ends_the_process_and_the_next_one_is_clean(card: Runner) -> None:
+    verdict = card.gate("bad", stub_card.cpu_kernel(VECTORS, "stub_card.gpu.fault()"))
     assert (verdict.status, "exit status 3" in verdict.message) == ("launch_failed", True)
     assert "illegal memory access" in verdict.message
     assert not card.child.alive
@@ -135,8 +136,8 @@ def tuned(tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch) -> Call
 
     def tuned(*sources: KernelSource) -> Any:
         by_config = {source.config: source for source in sources}
-        monkeypatch.setattr(tune, "Card", lambda name, problem, seed, _: Card(name, problem, seed, child=child))
-        monkeypatch.setattr(state, "CompilePool", lambda *_, **__: InstantPool())
+        monkeypatch.setattr(tune, "Runner", lambda name, problem, seed, _: Runner(name, problem, seed, child=child))
+        monkeypatch.setattr(compile_pool, "CompilePool", lambda *_, **__: InstantPool())
         monkeypatch.setattr(tune, "candidates", lambda *_: list(by_config))
         monkeypatch.setattr(tune, "emit", lambda operator, problem, config: by_config[config])
         with Store.open(tmp_path / "tuned.db") as store:
@@ -149,23 +150,23 @@ def tuned(tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch) -> Call
 
 
 def test_two_halves_are_no_whole(tuned: Callable[..., Any]) -> None:
-    halves = [stub_device.source(VECTORS, LIES[f"writes the {which} half"][0]) for which in ("first", "second")]
+    halves = [stub_card.cpu_kernel(VECTORS, LIES[f"writes the {which} half"][0]) for which in ("first", "second")]
     with pytest.raises(TuningError, match="2 wrong_result"):
         tuned(*halves)
 
 
 def test_one_that_is_fast_on_zeros_alone_does_not_win(tuned: Callable[..., Any]) -> None:
-    tempting = stub_device.source(VECTORS, time_us="50.0 if x.any() else 0.1")
+    tempting = stub_card.cpu_kernel(VECTORS, time_us="50.0 if x.any() else 0.1")
     assert tuned(tempting).record.time_us == pytest.approx(50.0)
 
 
 def order_of(names: list[str], times: dict[str, float], seed: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names by measured time, on a card that is a fifth slower in the end, and slow after each synchronisation."""
     rng = random.Random(seed)
-    monkeypatch.setattr(stub_device, "card", stub_device.Card(drift=2e-6, cold=0.15))
+    monkeypatch.setattr(stub_card, "gpu", stub_card.VirtualGpu(drift=2e-6, cold=0.15))
     session = Session(*[None] * 10)  # type: ignore[arg-type]
     for name, time_us in {**times, PEER: 100.0}.items():
-        graph = SimpleNamespace(replay=lambda us=time_us: stub_device.card.spend(us * rng.gauss(1.0, 0.003)))
+        graph = SimpleNamespace(replay=lambda us=time_us: stub_card.gpu.spend(us * rng.gauss(1.0, 0.003)))
         session.candidates[name] = SimpleNamespace(graph=graph, launches=1)  # type: ignore[assignment]
     monkeypatch.setattr(Session, "current", lambda: session)
     found = timings(Measure(tuple(names), 31)())
@@ -177,7 +178,7 @@ def test_the_order_of_candidates_does_not_change_the_top_three(seed: int, monkey
     """By recorded times of an H200, a percent apart; the card's own effects are ten times as large."""
     from tests.support.recorded import table
 
-    stub_device.install(monkeypatch.setattr)
+    stub_card.install_cpu(monkeypatch.setattr)
     monkeypatch.setattr(measure, "_capture", lambda *_: None)
     recorded = sorted(table((4096, 4096, 4096))[0].values())
     times: dict[str, float] = {}

@@ -22,9 +22,9 @@ from tlxgen.devices import Gpu
 from tlxgen.errors import CompileError, InvalidProblemError, TuningError
 from tlxgen.problem import Problem
 from tlxgen.space import candidates as of_today
-from tlxgen.tuner import rank, state, tune
+from tlxgen.tuner import compile_pool, rank, tune
 from tlxgen.tuner.measure import PROTOCOL, Verdict
-from tlxgen.tuner.state import Budget, TuneResult
+from tlxgen.tuner.result import Budget, TuneResult
 
 SQUARE = (4096, 4096, 4096)
 FLAT = (512, 4096, 4096)
@@ -63,8 +63,8 @@ def run(store: Store, monkeypatch: pytest.MonkeyPatch) -> Run:
         **options: Any,
     ) -> TuneResult:
         card.child.alive = True
-        monkeypatch.setattr(tune, "Card", lambda *_: card)
-        monkeypatch.setattr(state, "CompilePool", lambda *_, **__: InstantPool(failures))
+        monkeypatch.setattr(tune, "Runner", lambda *_: card)
+        monkeypatch.setattr(compile_pool, "CompilePool", lambda *_, **__: InstantPool(failures))
         return tune.tune(problem(sizes), store, budget=Budget(trials, seconds), **options)
 
     return run
@@ -272,13 +272,13 @@ class TestMeasuringHonestly:
 
     def test_a_process_that_comes_to_the_gpu_is_noticed(self, run: Run, store: Store) -> None:
         counts = iter([1, 2, 2, 2])
-        result = run(card(), trials=24, neighbours=lambda: next(counts))
+        result = run(card(), trials=24, gpu_processes=lambda: next(counts))
         assert result.disturbed == "1 process(es) began to compute on this GPU meanwhile"
         assert kept(store).protocol == f"{PROTOCOL}/look"
-        crowded = run(card(), trials=24, neighbours=lambda: 3, crowded=True)
+        crowded = run(card(), trials=24, gpu_processes=lambda: 3, gpu_busy=True)
         assert crowded.disturbed == "other processes were loading this GPU before"
         assert kept(store).protocol == f"{PROTOCOL}/look"
-        assert run(card(), trials=24, neighbours=lambda: 3).disturbed == "", (
+        assert run(card(), trials=24, gpu_processes=lambda: 3).disturbed == "", (
             "those that sat there before are told before"
         )
 
@@ -481,7 +481,7 @@ class TestEndings:
     def test_an_interrupted_ranking_keeps_its_best(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         legal = candidates(problem(SQUARE), H200)
         failures = {legal[0]: CompileError("ptxas", "fatal"), legal[5]: KeyboardInterrupt()}
-        monkeypatch.setattr(state, "CompilePool", lambda *_, **__: InstantPool(failures))
+        monkeypatch.setattr(compile_pool, "CompilePool", lambda *_, **__: InstantPool(failures))
         result = rank.rank(problem(SQUARE), H200, store, budget=Budget(24, 600))
         assert (result.interrupted, result.record.config, result.state.tried) == (True, legal[1], 5)
         assert kept(store) == result.record
@@ -566,8 +566,8 @@ class TestTwins:
         cards = {name: RecordedCard(by_config, 200.0, noise=0.0, child=child) for name, by_config in times.items()}
         for name, error in (broken or {}).items():
             cards[name].broken = error
-        monkeypatch.setattr(tune, "Card", lambda _operator, problem, *_: cards[problem.group_sizes])
-        monkeypatch.setattr(state, "CompilePool", lambda *_, **__: pool or InstantPool())
+        monkeypatch.setattr(tune, "Runner", lambda _operator, problem, *_: cards[problem.group_sizes])
+        monkeypatch.setattr(compile_pool, "CompilePool", lambda *_, **__: pool or InstantPool())
         return tune.tune(self.problem(spread), store, budget=Budget(8, 600))
 
     def test_the_winner_is_fast_on_each(
@@ -696,7 +696,7 @@ class TestLentCompilers:
     ) -> None:
         recorded = card()
         recorded.child.alive = True
-        monkeypatch.setattr(tune, "Card", lambda *_: recorded)
+        monkeypatch.setattr(tune, "Runner", lambda *_: recorded)
         pool: Any = self.Slow(first=32)
         monkeypatch.setattr("os.cpu_count", lambda: 16)
         result = tune.tune(problem(SQUARE), store, budget=Budget(100, 0.0), pool=pool)

@@ -1,6 +1,6 @@
-"""What this machine has and what it lacks: `tlxgen doctor`.
+"""`tlxgen doctor`: findings on GPU, driver, triton, tools and cache, with a remedy for each problem.
 
-Each probe answers for one topic and never raises: a broken installation is what the doctor is called for.
+Each probe covers one topic. None raises, since the installation may be broken in any way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from rich.text import Text
 from tlxgen import toolchain
 from tlxgen.errors import TlxgenError
 from tlxgen.paths import database_path, user_cache_dir
+from tlxgen.tuner import nvml
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,7 @@ _OPTIONAL = {"plotly": "plots of a study", "matplotlib": "plots of a study"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `remedy` is one command or sentence, empty where nothing needs doing."""
+    """One line of the report. `remedy` is one command or sentence; empty if there is nothing to do."""
 
     topic: str
     status: Status
@@ -49,12 +49,12 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything that tlxgen depends on, in the order in which a user would put it right."""
+    """All findings, in the order in which a user would fix them."""
     return [finding for topic, probe in _PROBES.items() for finding in _guarded(topic, probe)]
 
 
 def report(findings: list[Finding], console: Console) -> None:
-    """Print the findings as a table, then what to do about each warning and problem."""
+    """Prints the findings as a table, then the remedies."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for style in ("bold", None, None):
         table.add_column(style=style, overflow="fold")
@@ -65,7 +65,7 @@ def report(findings: list[Finding], console: Console) -> None:
     if remedies:
         console.print("\n[bold]What to do[/bold]")
     for finding in remedies:
-        # Not wrapped: a command that is copied from here must stay in one piece.
+        # Not wrapped, so that a command can be copied.
         console.print(Text.assemble((f"{finding.topic}: ", "bold"), finding.remedy), soft_wrap=True)
 
 
@@ -78,7 +78,7 @@ def to_json(findings: list[Finding]) -> str:
 def _guarded(topic: str, probe: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return probe()
-    except Exception as error:  # noqa: BLE001  (third-party code on a broken machine: anything may come)
+    except Exception as error:  # noqa: BLE001 - third-party code on a broken machine may raise anything
         return [Finding(topic, "problem", f"cannot be examined: {_one_line(error)}", "report this as a bug of tlxgen")]
 
 
@@ -122,8 +122,8 @@ def _gpu() -> list[Finding]:
 
 
 def _gpu_remedy(torch_cuda: str | None) -> str:
-    """Nothing can be done about a missing GPU, but something about a present one that torch does not see."""
-    if _nvidia_smi("--query-gpu=name", "--format=csv,noheader") is None:
+    """The remedy if the driver sees a GPU that torch does not; empty if there is no GPU."""
+    if not nvml.ask(lambda driver: driver.nvmlDeviceGetCount()):
         return ""
     if torch_cuda is None:
         return "the driver sees a GPU but this torch has no CUDA: install a CUDA build of torch"
@@ -144,13 +144,12 @@ def _one_gpu(index: int) -> Finding:
 
 
 def _driver() -> list[Finding]:
-    """The driver, by nvidia-smi; its own CUDA version bounds the one torch may be built for."""
-    rows = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
-    if rows is None:
-        return [Finding("driver", "warning", "nvidia-smi is missing or finds no driver")]
-    version = rows.splitlines()[0].strip() if rows.strip() else "unknown"
-    cuda = re.search(r"CUDA (?:UMD )?Version:\s*([\d.]+)", _nvidia_smi() or "")
-    return [Finding("driver", "ok", f"{version}, CUDA up to {cuda.group(1) if cuda else 'unknown'}")]
+    """The driver's version, and its CUDA version, which bounds the one that torch may be built for."""
+    if not nvml.ask(lambda _: True):
+        return [Finding("driver", "warning", "no NVIDIA driver, or it does not answer")]
+    cuda = nvml.ask(lambda driver: int(driver.nvmlSystemGetCudaDriverVersion()))
+    upto = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "unknown"
+    return [Finding("driver", "ok", f"{nvml.driver_version() or 'unknown'}, CUDA up to {upto}")]
 
 
 def _triton() -> list[Finding]:
@@ -173,9 +172,9 @@ def _tlx() -> Finding:
 
 
 def _graphs() -> list[Finding]:
-    """Torch's compiler works in processes that are forked from one that uses CUDA, where the driver knows no GPU.
+    """Whether torch.compile works: Triton 3.7 and newer finds no GPU in the processes that torch forks to compile.
 
-    Triton asks it since 3.7; torch no longer has Triton asked there after 2.13 (pytorch/pytorch#184643).
+    Torch no longer asks it there after 2.13 (pytorch/pytorch#184643).
     """
     try:
         import torch
@@ -193,7 +192,7 @@ def _graphs() -> list[Finding]:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Major and minor number; none where nothing is known."""
+    """Major and minor number; empty if unknown."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else ()
 
@@ -231,7 +230,7 @@ def _profiler() -> list[Finding]:
 
 
 def _compiler() -> list[Finding]:
-    """Triton builds a small C launcher for each signature, at the first launch; it looks for `CC`, gcc, clang."""
+    """The C compiler that Triton builds its launchers with: `CC`, gcc or clang."""
     for name in (os.environ.get("CC"), "gcc", "clang"):
         if name and (path := shutil.which(name)):
             return [Finding("c compiler", "ok", path)]
@@ -245,7 +244,7 @@ def _cache() -> list[Finding]:
 
 
 def _unmade_cache(path: Path) -> Finding:
-    """Whether the first use could make the file: the user's own cache directory is made too, another has to exist."""
+    """Whether the first use can make the file; only the user's own cache directory is made with it."""
     folder = path.parent
     if user_cache_dir() in path.parents:
         folder = next(parent for parent in path.parents if parent.is_dir())
@@ -309,18 +308,6 @@ def _installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _nvidia_smi(*arguments: str) -> str | None:
-    """What nvidia-smi prints, or None if it is missing, fails or hangs (it does on a GPU that fell off the bus)."""
-    path = shutil.which("nvidia-smi")
-    if path is None:
-        return None
-    try:
-        result = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout
 
 
 def _one_line(error: BaseException) -> str:

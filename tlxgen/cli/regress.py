@@ -22,7 +22,7 @@ from tlxgen.regress.findings import Outcome
 from tlxgen.regress.report import Report
 from tlxgen.toolchain import require_tlx
 from tlxgen.tuner import gpu_lock
-from tlxgen.tuner.card import LIMIT_S
+from tlxgen.tuner.runner import LIMIT_S
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""What `tlxgen tune` shows: progress on stderr, the result on stdout."""
+"""`tlxgen tune`: one problem, or a list of them; progress on stderr, the result on stdout."""
 
 from __future__ import annotations
 
@@ -30,35 +30,33 @@ from tlxgen.ops.command_line import command
 from tlxgen.problem import Problem
 from tlxgen.toolchain import require_tlx, toolchain
 from tlxgen.tuner import gpu_lock
-from tlxgen.tuner.card import LIMIT_S
 from tlxgen.tuner.compile_pool import CompilePool
 from tlxgen.tuner.process import Child
 from tlxgen.tuner.rank import rank
+from tlxgen.tuner.result import Budget, State, TuneResult
+from tlxgen.tuner.runner import LIMIT_S
 from tlxgen.tuner.search import SEARCHES
-from tlxgen.tuner.state import Budget, State, TuneResult
 from tlxgen.tuner.tune import tune
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Candidates of a run that cannot measure: the model's order settles the rest.
-_TRIALS_WITHOUT_GPU = 24
 _TRIALS = 200
+_TRIALS_WITHOUT_GPU = 24  #: the analytic model's order decides beyond them
 
-#: GPUs without TLX kernels have nothing to tune yet.
+#: Compute capability with TLX kernels.
 _HOPPER = (9, 0)
 
-
-#: Load of a GPU, in percent, that says nothing: a desktop, a driver's own work.
+#: Load of a GPU, in percent, up to which it counts as idle: a desktop, the driver's own work.
 _IDLE_PERCENT = 5
 
-#: What a config may lose on other data of a shape before rows for each are worth their while.
+#: Loss of a config on other data of the same shape beyond which a row for each is recommended.
 _LOSS = 0.05
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says beside the problem."""
+    """Options of the command line beside the problem."""
 
     trials: int | None
     seconds: float
@@ -69,15 +67,15 @@ class Options:
     compile_only: bool
     target: str | None
     as_json: bool
-    within: float | None = None  #: seconds after which no other problem of a list is begun
+    within: float | None = None  #: seconds after which no further problem of a list is begun
     limit: float = LIMIT_S  #: seconds on the GPU after which a candidate counts as hung
 
 
 def run_untuned(operator: str | None, options: Options, log: Console) -> None:
-    """Tunes what programs asked for on this GPU under this toolchain, most wanted first; one failure stops no other.
+    """Tunes the untuned problems that programs asked for on this GPU, most frequent first, despite failures.
 
     Raises:
-        TuningError: for some problem no candidate survived; the others are tuned.
+        TuningError: a problem has no working candidate; the others are tuned.
     """
     gpu = _target(devices.detect(), options.target, options.compile_only)
     with Store.open(read_only_ok=False) as store:
@@ -90,47 +88,45 @@ def run_untuned(operator: str | None, options: Options, log: Console) -> None:
 
 
 def run_suite(name: str, options: Options, log: Console, *, only: Sequence[str] = (), again: bool = False) -> None:
-    """Tunes each shape of a suite for which no measured row of today's code is there; one failure stops no other.
+    """Tunes each shape of a suite that has no measured row of today's code, despite failures.
 
     Args:
         name: of the suite, or its file.
         options: of each run.
         log: for progress.
-        only: tunes shapes with these words in their labels (`suites.part`).
-        again: tunes shapes that have such a row too.
+        only: words that a shape's label must contain (`suites.part`).
+        again: whether to tune shapes that have such a row too.
 
     Raises:
         InvalidProblemError: there is no such suite, or no such shape in it.
-        TuningError: for some problem no candidate survived; the others are tuned.
+        TuningError: a problem has no working candidate; the others are tuned.
     """
     gpu = _target(devices.detect(), options.target, options.compile_only)
     listed = suites.part(whole := suites.problems(name), only)
     if whole and not listed:
         asked = " and ".join(repr(words) for words in only)
         raise InvalidProblemError(f"--only: no label in suite {name} has {asked}; one is {whole[0].label!r}")
-    problems = listed if again else _without_row(listed, gpu)
+    problems = listed
+    if not again:
+        with Store.open(read_only_ok=False) as store:
+            import_shipped(store)
+            problems = [problem for problem in listed if not is_tuned(problem, gpu, store)]
     if len(problems) < len(listed):
         log.print(f"{len(listed) - len(problems)} of {len(listed)} shapes are tuned on {gpu.slug}", soft_wrap=True)
     _run_all(problems, gpu, options, log)
 
 
-def _without_row(listed: Sequence[Problem], gpu: Gpu) -> list[Problem]:
-    with Store.open(read_only_ok=False) as store:
-        import_shipped(store)
-        return [problem for problem in listed if not is_tuned(problem, gpu, store)]
-
-
 def _run_all(problems: Sequence[Problem], gpu: Gpu, options: Options, log: Console) -> None:
     failed = []
     started = time.monotonic()
-    child = Child()  # one for all, and the compilers too: starting torch or triton takes seconds
+    child = Child()  # shared by all, as the compilers are: starting torch or triton takes seconds
     try:
         with CompilePool(gpu.capability, options.workers, simulate=True) as pool:
             for number, problem in enumerate(problems, start=1):
                 if options.within is not None and time.monotonic() - started > options.within:
                     left = problems[number - 1 :]
-                    told = f"{options.within:g} s are over: {len(left)} of {len(problems)} problems are left, first"
-                    log.print(f"{told} {left[0].label}", soft_wrap=True, highlight=False)
+                    rest = f"{len(left)} of {len(problems)} problems are left, first {left[0].label}"
+                    log.print(f"{options.within:g} s are over: {rest}", soft_wrap=True, highlight=False)
                     break
                 log.print(f"{number} of {len(problems)}: {problem.label}", soft_wrap=True, highlight=False)
                 try:
@@ -150,7 +146,7 @@ def _run_all(problems: Sequence[Problem], gpu: Gpu, options: Options, log: Conso
 
 
 def _known(key: TuningKey) -> Problem | None:
-    """The problem of a key; None if another version of tlxgen asked for it."""
+    """The problem of a key; None if it is of another version of tlxgen."""
     try:
         problem = ops.get(key.operator).problem(key.problem)
     except InvalidProblemError:
@@ -161,7 +157,7 @@ def _known(key: TuningKey) -> Problem | None:
 def run(
     problem: Problem, options: Options, log: Console, child: Child | None = None, pool: CompilePool | None = None
 ) -> TuneResult:
-    """Tunes or ranks, and reports; measures in `child` and compiles in `pool`, if they are lent."""
+    """Tunes or ranks, and reports; measures in `child` and compiles in `pool` if given, and leaves them running."""
     if options.sampler not in SEARCHES:
         raise InvalidConfigError(f"sampler {options.sampler!r} is not known; use one of {', '.join(SEARCHES)}")
     unknown = set(options.templates or ()) - set(ops.get(problem.operator).templates)
@@ -172,61 +168,56 @@ def run(
     present = devices.detect()
     gpu = _target(present, options.target, options.compile_only)
     measuring = not options.compile_only and present is not None and gpu.slug == present.slug
+    budget = Budget(options.trials or (_TRIALS if measuring else _TRIALS_WITHOUT_GPU), options.seconds)
+    shared: dict[str, Any] = {
+        "budget": budget,
+        "workers": options.workers,
+        "templates": options.templates,
+        "pool": pool,
+    }
     with Store.open(read_only_ok=False) as store:
-        import_shipped(store)  # so that what is reported as kept is what `get_kernel` will find
-        if not measuring:
-            why = "--compile-only" if options.compile_only else "no Hopper GPU here"
-            log.print(
-                f"{why}: compiling for {gpu.slug} and ranking by the analytic model; nothing is measured",
-                soft_wrap=True,
-            )
-            budget = Budget(options.trials or _TRIALS_WITHOUT_GPU, options.seconds)
-            with _bar(problem, log) as progress:
-                result = rank(
-                    problem,
-                    gpu,
-                    store,
-                    budget=budget,
-                    workers=options.workers,
-                    templates=options.templates,
-                    progress=progress,
-                    pool=pool,
-                )
+        import_shipped(store)  # so that the row reported as kept is the one that `get_kernel` finds
+        if measuring:
+            result = _measured(problem, store, options, log, child, shared)
         else:
-            budget = Budget(options.trials or _TRIALS, options.seconds)
-            uuid = devices.uuid()
-            with gpu_lock.exclusive(uuid, log.print), _bar(problem, log) as progress:
-                lent = child is not None and child.alive  # it computed the problem before, so it is on the GPU by now
-                busy = gpu_lock.other_processes(uuid) - lent
-                if busy > 0:
-                    log.print(
-                        f"warning: {busy} other process(es) compute on this GPU; times will be unreliable",
-                        soft_wrap=True,
-                    )
-                crowded = busy > 0 and gpu_lock.load(uuid) > _IDLE_PERCENT  # else they are there, and do nothing
-                result = tune(
-                    problem,
-                    store,
-                    sampler=options.sampler,
-                    budget=budget,
-                    seed=options.seed,
-                    workers=options.workers,
-                    templates=options.templates,
-                    progress=progress,
-                    neighbours=lambda: gpu_lock.other_processes(uuid),
-                    crowded=crowded,
-                    child=child,
-                    pool=pool,
-                    limit=options.limit,
-                )
+            why = "--compile-only" if options.compile_only else "no Hopper GPU here"
+            what = f"compiling for {gpu.slug} and ranking by the analytic model; nothing is measured"
+            log.print(f"{why}: {what}", soft_wrap=True)
+            with _bar(problem, log) as progress:
+                result = rank(problem, gpu, store, progress=progress, **shared)
     typer.echo(json.dumps(as_dict(result)) if options.as_json else describe(problem, result))
     if result.interrupted:
         log.print("interrupted: the best so far is kept; the same command goes on from here", soft_wrap=True)
     return result
 
 
+def _measured(
+    problem: Problem, store: Store, options: Options, log: Console, child: Child | None, shared: dict[str, Any]
+) -> TuneResult:
+    """Tunes on the present GPU, alone among tuners, with a warning about other processes on it."""
+    uuid = devices.uuid()
+    with gpu_lock.exclusive(uuid, log.print), _bar(problem, log) as progress:
+        ours = child is not None and child.alive  # on the GPU since the problem before
+        others = gpu_lock.other_processes(uuid) - ours
+        if others > 0:
+            what = f"{others} other process(es) compute on this GPU; times will be unreliable"
+            log.print(f"warning: {what}", soft_wrap=True)
+        return tune(
+            problem,
+            store,
+            sampler=options.sampler,
+            seed=options.seed,
+            progress=progress,
+            gpu_processes=lambda: gpu_lock.other_processes(uuid),
+            gpu_busy=others > 0 and gpu_lock.load(uuid) > _IDLE_PERCENT,
+            child=child,
+            limit=options.limit,
+            **shared,
+        )
+
+
 def _target(present: Gpu | None, target: str | None, compile_only: bool) -> Gpu:
-    """The GPU to tune for."""
+    """The GPU to tune for: that of `--target`, else the present one, else an H200."""
     if target is not None:
         chosen = devices.target(target)
         if present is not None and not compile_only and chosen.slug != present.slug:
@@ -247,7 +238,7 @@ def _target(present: Gpu | None, target: str | None, compile_only: bool) -> Gpu:
 
 @contextmanager
 def _bar(problem: Problem, log: Console) -> Iterator[Callable[[State], None]]:
-    """A progress bar: tried, failed, best so far, time."""
+    """A progress bar with candidates tried and failed, the best so far, and the time."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -269,7 +260,7 @@ def _bar(problem: Problem, log: Console) -> Iterator[Callable[[State], None]]:
 
 
 def as_dict(result: TuneResult) -> dict[str, Any]:
-    """The result for machines."""
+    """The result for `--json`."""
     record, state = result.record, result.state
     return {
         "operator": record.key.operator,
@@ -298,7 +289,7 @@ def as_dict(result: TuneResult) -> dict[str, Any]:
 
 
 def describe(problem: Problem, result: TuneResult) -> str:
-    """The result for people."""
+    """The result as text."""
     record, state = result.record, result.state
     operator = ops.get(problem.operator)
     lines = [f"{problem.label} on {record.key.device.gpu}: {record.config.short}"]

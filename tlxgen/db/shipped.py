@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from tlxgen import paths
@@ -37,13 +35,9 @@ def write(path: Path, content: str) -> None:
     Raises:
         CacheError: the file cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_bytes(content.encode())
-        unfinished.replace(path)
+        paths.write_atomically(path, content, make_folder=False)
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
         raise CacheError(f"{path} cannot be written: {error}; name a file in a directory that can be") from error
 
 

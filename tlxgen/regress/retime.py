@@ -30,7 +30,8 @@ from tlxgen.ops.command_line import command
 from tlxgen.problem import Problem
 from tlxgen.regress.findings import Finding, Outcome, Retimed, Row
 from tlxgen.regress.rows import is_final, tune_again
-from tlxgen.tuner.card import Card, timings
+from tlxgen.tuner.runner import Runner
+from tlxgen.tuner.timing import timings
 from tlxgen.tuner.measure import PEER, DeviceReport, Verdict
 from tlxgen.tuner.process import ChildDiedError, ChildTimeoutError
 
@@ -53,7 +54,7 @@ FREE = "see to the card (`nvidia-smi`, `tlxgen doctor`) and run again"
 
 
 class Timer(Protocol):
-    """What is asked of a card: `tlxgen.tuner.card.Card`, or a table of recorded times."""
+    """What is asked of a card: `tlxgen.tuner.runner.Runner`, or a table of recorded times."""
 
     def setup(self) -> DeviceReport:
         """Makes inputs and reference."""
@@ -73,7 +74,7 @@ MakeTimer: TypeAlias = Callable[[Problem], Timer]
 
 def card(problem: Problem, limit: float) -> Timer:
     """The card of this machine, on which a kernel may take so many seconds."""
-    return Card(problem.operator, problem, seed=2, limit=limit)  # of inputs that tuning has not seen
+    return Runner(problem.operator, problem, seed=2, limit=limit)  # of inputs that tuning has not seen
 
 
 def is_of(gpu: Gpu | None, row: Row) -> bool:

@@ -1,17 +1,18 @@
-"""Many candidates compiled at once, each in a process that may crash or hang without harm."""
+"""Parallel compilation and simulation of candidates in child processes, which may crash or hang without harm."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from tlxgen.codegen.compile import Binary, compile_candidate
 from tlxgen.codegen.emit import KernelSource
+from tlxgen.devices import Gpu
 from tlxgen.errors import CompileError
 from tlxgen.simulator.verdicts import why_unsafe
 from tlxgen.tuner.process import Child, ChildDiedError, ChildTimeoutError
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-#: No CUDA context: the card belongs to the process that measures. No threads: there is a child for each core.
+#: No CUDA context: the GPU belongs to the process that measures. One thread: there is a child for each core.
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
 class CompileJob:
-    """Compiles one source, and simulates it if it is to be launched; runs in a child."""
+    """Compiles one source, and simulates it if asked to; runs in a child."""
 
     source: KernelSource
     capability: tuple[int, int]
@@ -36,7 +37,7 @@ class CompileJob:
         """See `compile_candidate`.
 
         Raises:
-            CompileError: also where the simulator finds a deadlock, a race or a wrong result: `unsafe`.
+            CompileError: also of kind `unsafe`: the simulator finds a deadlock, a race or a wrong result.
         """
         binary = compile_candidate(self.source, self.capability)
         reason = why_unsafe(self.source) if self.simulate else None
@@ -46,9 +47,9 @@ class CompileJob:
 
 
 class CompilePool:
-    """Compiles sources in `workers` children (default: one a core), each under a limit of `timeout` seconds.
+    """Compiles sources in `workers` children (default: one per core), with a limit of `timeout` seconds per source.
 
-    With `simulate`, what comes back has also passed the simulator and may be launched.
+    With `simulate`, each binary has also passed the simulator and may be launched.
     """
 
     def __init__(
@@ -67,15 +68,11 @@ class CompilePool:
         self._children: list[Child] = []
 
     def submit(self, source: KernelSource) -> Future[Binary]:
-        """The binary to come; its exception is a CompileError, or a bug of tlxgen."""
+        """The binary's future; its exception is a CompileError, or a bug of tlxgen."""
         return self._threads.submit(self._compile, source)
 
-    def map(self, sources: Iterable[KernelSource]) -> list[Future[Binary]]:
-        """One future for each source, in order."""
-        return [self.submit(source) for source in sources]
-
     def close(self) -> None:
-        """Drops what has not begun and ends the children."""
+        """Cancels what has not begun and kills the children."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for child in self._children:
             child.kill()
@@ -98,3 +95,8 @@ class CompilePool:
             raise CompileError("timeout", f"compilation: {error}") from None
         except ChildDiedError as error:
             raise CompileError("killed" if error.killed else "compiler_crash", str(error)) from None
+
+
+def given_or_new(pool: CompilePool | None, gpu: Gpu, workers: int | None) -> CompilePool | nullcontext[CompilePool]:
+    """A context with the caller's pool, which stays open, or with a new one that also simulates."""
+    return CompilePool(gpu.capability, workers, simulate=True) if pool is None else nullcontext(pool)

@@ -1,67 +1,54 @@
-"""One tuner on a GPU at a time, and a look at who else is there."""
+"""One tuner per GPU, and how much other processes use it."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from tlxgen.tuner import nvml
 
 #: Seconds that the driver's figure of a GPU's load looks back, and some more.
 _WINDOW_S = 1.5
 
 
 @contextmanager
-def exclusive(gpu: str, tell: Callable[[str], None], folder: Path | None = None) -> Iterator[None]:
-    """Holds the lock of the GPU with this UUID; waits for another tuner and says so.
+def exclusive(gpu: str, log: Callable[[str], None], folder: Path | None = None) -> Iterator[None]:
+    """Holds the lock of the GPU with this UUID; while another tuner holds it, waits, and says so through `log`.
 
-    The lock ends with the process that holds it, however it ends.
+    The lock ends with the process that holds it. Its file is shared by all users of the machine.
     """
     path = (folder or Path(tempfile.gettempdir())) / f"tlxgen-gpu-{gpu}.lock"
-    with os.fdopen(_opened(path)) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell(f"another tlxgen is measuring on this GPU ({path}); waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _opened(path: Path) -> int:
-    """The lock file, which is for all users of the machine."""
+    lock = FileLock(path, mode=0o666)
     try:
-        return os.open(path, os.O_RDWR)  # no O_CREAT: Linux refuses it for another user's file in /tmp
-    except FileNotFoundError:
-        before = os.umask(0)
-        try:
-            return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        finally:
-            os.umask(before)
+        lock.acquire(blocking=False)
+    except Timeout:
+        log(f"another tlxgen is measuring on this GPU ({path}); waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def other_processes(gpu: str) -> int:
-    """Processes that compute on the GPU with this UUID now, by the driver's count; 0 where it cannot be asked."""
-    return len(_answer(gpu, "--query-compute-apps=pid"))
+    """How many processes compute on the GPU with this UUID; 0 if the driver does not answer."""
+    return len(nvml.ask(lambda driver: driver.nvmlDeviceGetComputeRunningProcesses(_handle(driver, gpu))) or ())
 
 
 def load(gpu: str, settle: float = _WINDOW_S) -> int:
-    """Percent of the last second in which something ran on the GPU; 0 where the driver cannot be asked.
+    """Percent of the last second in which the GPU was busy; 0 if the driver does not answer.
 
-    Waits first, so that what the caller did before is not in it.
+    Waits `settle` seconds first, so that the caller's own work is not counted.
     """
     time.sleep(settle)
-    words = _answer(gpu, "--query-gpu=utilization.gpu")
-    return int(words[0]) if words and words[0].isdecimal() else 0
+    return nvml.ask(lambda driver: int(driver.nvmlDeviceGetUtilizationRates(_handle(driver, gpu)).gpu)) or 0
 
 
-def _answer(gpu: str, query: str) -> list[str]:
-    """The driver's words; none where it does not answer."""
-    command = ["nvidia-smi", "-i", f"GPU-{gpu}", query, "--format=csv,noheader,nounits"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return []
+def _handle(driver: Any, gpu: str) -> Any:
+    return driver.nvmlDeviceGetHandleByUUID(f"GPU-{gpu}")

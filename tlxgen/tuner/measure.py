@@ -1,21 +1,23 @@
-"""Checking and timing on the GPU: the jobs of the child process that owns the card.
+"""Jobs of the child process that uses the GPU: `Setup`, `Gate` (first run and accuracy), `Measure` (times), `Forget`.
 
-Protocol (`PROTOCOL` names its version; times of different versions are not compared):
+Protocol of the times (`PROTOCOL` names its version; times of different versions are not compared):
 
-- Input sets are rotated so that what a launch reads is not in L2 from the launch before (but for the smallest
-  problems: at most 96 sets are kept, which L2 may hold if a set has less than 0.5 MB).
-- Each candidate is a CUDA graph of several launches; an event pair around one replay gives one sample, so host time is
-  not in it.
-- Rounds start once the card has been busy for a while. A cool card runs at its highest clock for some 100 ms, until it
-  meets its power limit, and the two states rank kernels differently; times are those of the second, which lasts.
-- A round replays every candidate and the peer once; the order is reversed each round, so that a card that slows down
-  slows them alike. A dummy stands first and last: what is timed next to a synchronisation reads 2 to 19 % slow.
+- Candidates are timed against the peer, the operator's library (`Operator.peer`), in the same rounds.
+- Input sets are rotated, so that a launch does not find its inputs in L2 from the launch before. At most 96 sets are
+  kept, which L2 may hold if a set has less than 0.5 MB.
+- Each candidate is a CUDA graph of several launches. Events around one replay give one sample, without host time.
+- Rounds start after a warm-up. A cool GPU runs at its highest clock for about 100 ms, until it meets its power limit,
+  and the two states rank kernels differently; the second is timed, because it lasts.
+- A round replays every candidate and the peer once; the order is reversed each round, so that a GPU that slows down
+  slows all equally. An untimed replay of the peer comes first and last: next to a synchronisation, times are 2 to 19 %
+  too long.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -29,47 +31,47 @@ from tlxgen.devices import Gpu
 from tlxgen.errors import UnsupportedDeviceError
 from tlxgen.ops import accuracy
 from tlxgen.problem import Problem
+from tlxgen.tuner import nvml
 
 if TYPE_CHECKING:
     import torch
 
 PROTOCOL = "graph-2"
 
-#: The peer among the names of one measurement.
+#: Name of the peer among those of one measurement.
 PEER = "peer"
 
-#: Where candidates run; the tests put a stand-in for a card on the CPU.
+#: Torch device of candidates; tests use the CPU.
 _DEVICE = "cuda"
 
-# One replay takes about this long (96 launches at most), so that the events' resolution of 0.5 us does not matter.
-_SAMPLE_US = 400.0
+_SAMPLE_US = 400.0  #: of one replay (96 launches at most): long against the events' resolution of 0.5 us
 _MAX_LAUNCHES = 96
 _WARM_UP_S = 0.3
 _PEER_ROUNDS = 9
-_REPEATS = 4  # launches whose results must agree bit by bit
-_GUARD = 4096  # elements before and after the output that nobody may touch
+_REPEATS = 4  #: launches whose results must be bitwise equal
+_GUARD = 4096  #: elements before and after the output that must stay unchanged
 _GUARD_VALUE = 7.0
 
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What the card and the peer are like."""
+    """The GPU, versions, and the peer's error and time."""
 
     gpu: Gpu
     versions: dict[str, str]
     peer_error: float
     peer_us: float
-    peer_launch_us: float | None = None  #: one rough look, as at a candidate in its gate
+    peer_launch_us: float | None = None  #: a rough time, as a candidate's in the gate
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the accuracy gate found: `status` is `ok` or a `TrialStatus` of failure."""
+    """Result of the gate: `status` is `ok`, or the `TrialStatus` of the failure."""
 
     status: str
     message: str = ""
     error: float | None = None
-    launch_us: float | None = None  #: one rough look, to size the graph
+    launch_us: float | None = None  #: a rough time, which sizes the graph
 
 
 @dataclass
@@ -86,29 +88,29 @@ class _Candidate:
 
 @dataclass
 class Session:
-    """The state that the jobs of one child share: inputs, what they should give, and the candidates that did."""
+    """State shared by the jobs of one child: inputs, expected results, and the candidates that passed the gate."""
 
     operator: Any
     problem: Problem
     sets: list[tuple[dict[str, Any], Any]]
     reference: Any
     library: Any
-    beside: dict[str, Any]  #: references of what candidates write into tensors that the call brings
-    untouched: dict[str, Any]  #: copies of the inputs of set 0, which nobody may change
+    beside: dict[str, Any]  #: references of side outputs, which candidates write into input tensors
+    untouched: dict[str, Any]  #: copies of the inputs of set 0, which must not change
     guarded: Any
     num_sms: int
     capability: tuple[int, int]
     candidates: dict[str, _Candidate] = field(default_factory=dict)
-    guests: tuple[str, ...] = ()  #: other libraries among the candidates, timed whenever something is
+    guests: tuple[str, ...] = ()  #: other libraries, timed in every measurement
 
     @staticmethod
     def current() -> Session:
-        """The one that `Setup` made in this process."""
+        """The session that `Setup` made in this process."""
         assert _session is not None, "Setup must be the first job"
         return _session
 
     def warm_up(self, names: list[str]) -> None:
-        """Keeps the card busy with what is to be timed, until its clock has settled."""
+        """Replays the candidates that are to be timed until the clock has settled."""
         import torch
 
         for name in names:
@@ -120,7 +122,7 @@ class Session:
             torch.cuda.synchronize()
 
     def replay(self, name: str) -> tuple[Any, Any]:
-        """Replays a captured candidate; the events before and after it."""
+        """Replays a captured candidate between two events, and returns them."""
         start, stop = _events()
         start.record()
         self.candidates[name].graph.replay()
@@ -128,7 +130,7 @@ class Session:
         return start, stop
 
     def sample_us(self, name: str, events: tuple[Any, Any]) -> float:
-        """Microseconds of one launch between two events that the card has passed."""
+        """Microseconds per launch between two events that the GPU has passed."""
         start, stop = events
         return float(start.elapsed_time(stop)) * 1e3 / self.candidates[name].launches
 
@@ -145,16 +147,16 @@ class Setup:
     seed: int
 
     def __call__(self) -> DeviceReport:
-        """The card's report."""
+        """The report on GPU and peer."""
         import torch
 
-        global _session  # noqa: PLW0603 - jobs of one process share the card
-        _session = None  # what an earlier problem held is free before this one asks for memory
+        global _session  # noqa: PLW0603 - jobs of one process share it
+        _session = None  # frees the memory of an earlier problem
         operator = ops.get(self.operator)
         gpu = devices.detect()
         if gpu is None:
             raise UnsupportedDeviceError("measuring needs a CUDA GPU, and torch sees none here")
-        torch.backends.cuda.matmul.allow_tf32 = True  # the peer of an fp32 problem, which is computed through TF32
+        torch.backends.cuda.matmul.allow_tf32 = True  # for the peer of fp32 problems, which are computed in TF32
         per_set = operator.bytes_moved(self.problem)
         count = max(2, min(_MAX_LAUNCHES, math.ceil(3 * gpu.l2_bytes / per_set)))
         sets = []
@@ -176,7 +178,7 @@ class Setup:
         )
         _session.candidates[PEER] = _library(_session, functools.partial(operator.timed_peer, self.problem))
         peer_us = statistics.median(Measure((), _PEER_ROUNDS)()[PEER])
-        versions = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "driver": _driver_version()}
+        versions = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "driver": nvml.driver_version() or ""}
         rough_us = _session.candidates[PEER].launch_us
         return DeviceReport(gpu, versions, accuracy.error(library, reference).norm, peer_us, rough_us)
 
@@ -189,26 +191,26 @@ class Gate:
     source: KernelSource
 
     def __call__(self) -> Verdict:
-        """The verdict; a candidate that passes is known by its name from now on."""
+        """The verdict; a candidate that passes can be measured by its name from now on."""
         import torch
 
         try:
             return self._verdict()
         except torch.cuda.OutOfMemoryError as error:
             return Verdict("out_of_memory", str(error)[:500])
-        except Exception as error:  # noqa: BLE001 - whatever a driver or launcher says, the candidate did not run
+        except Exception as error:  # noqa: BLE001 - any error of driver or launcher: the candidate did not run
             _raise_if_poisoned(error)
             return Verdict("launch_failed", f"{type(error).__name__}: {error}"[:500])
 
     def _verdict(self) -> Verdict:
         session = Session.current()
         candidate = _load(session, self.source)
-        session.guarded.fill_(_GUARD_VALUE)  # the candidate before may have been the one that the guards are for
+        session.guarded.fill_(_GUARD_VALUE)  # the candidate before may have overwritten them
         try:
             results = [_run_once(session, candidate) for _ in range(_REPEATS)]
         finally:
             changed = _restored_inputs(session)
-        if changed:  # said first: it explains whatever else is wrong
+        if changed:  # first, since it explains other defects
             return Verdict("wrong_result", f"the kernel wrote to its input {', '.join(changed)}")
         reason = accuracy.why_wrong(results[0], session.reference, session.library)
         inputs = session.sets[0][0]
@@ -227,7 +229,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Invite:
-    """Makes candidates of the other libraries that are installed and take the problem."""
+    """Adds the other libraries that are installed and support the problem to all measurements."""
 
     def __call__(self) -> tuple[str, ...]:
         """Their names."""
@@ -235,7 +237,7 @@ class Invite:
         for name, function in session.operator.other_libraries(session.problem).items():
             try:
                 result = function(*session.sets[0])
-            except RuntimeError:  # installed, but not for this problem
+            except RuntimeError:  # does not support this problem
                 continue
             if accuracy.why_wrong(result, session.reference, session.library) is None:
                 session.candidates[name] = _library(session, function)
@@ -245,13 +247,13 @@ class Invite:
 
 @dataclass(frozen=True)
 class Measure:
-    """Times candidates that passed the gate, and the peer, in turn."""
+    """Times candidates that passed the gate, the peer and invited libraries in the same rounds."""
 
     names: tuple[str, ...]
     rounds: int
 
     def __call__(self) -> dict[str, list[float]]:
-        """Microseconds of one launch, one value a round, for each name, for `PEER` and for invited libraries."""
+        """Microseconds per launch, one value per round: of each name, of `PEER` and of invited libraries."""
         try:
             return self._samples()
         except Exception as error:
@@ -279,12 +281,12 @@ class Measure:
 
 @dataclass(frozen=True)
 class Forget:
-    """Drops candidates that are out, with their graphs."""
+    """Frees candidates and their graphs."""
 
     names: tuple[str, ...]
 
     def __call__(self) -> None:
-        """Forgets them."""
+        """Frees them."""
         for name in self.names:
             Session.current().candidates.pop(name, None)
 
@@ -318,7 +320,7 @@ def _guards_intact(session: Session) -> bool:
 
 
 def _restored_inputs(session: Session) -> list[str]:
-    """Names of inputs that are not what they were; they are now, or every later candidate would be wrong."""
+    """Names of inputs that a kernel changed; restores them for the next candidate."""
     import torch
 
     inputs = session.sets[0][0]
@@ -342,7 +344,7 @@ def _run_once(session: Session, candidate: _Candidate) -> torch.Tensor:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two results are the same, NaN and all: of an output that is not written everywhere some is left."""
+    """Whether two results are bitwise equal; NaN remains where an operator leaves parts of its output unwritten."""
     import torch
 
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
@@ -363,7 +365,7 @@ def _events() -> tuple[Any, Any]:
 
 
 def _rough_us(call: Any) -> float:
-    """A first look at one call's time; the host's own time may be in it."""
+    """A rough time of one call, which may include host time."""
     import torch
 
     call()
@@ -377,13 +379,13 @@ def _rough_us(call: Any) -> float:
 
 
 def _capture(session: Session, candidate: _Candidate) -> None:
-    """A graph of launches over rotating input sets."""
+    """Captures a graph of launches over rotating input sets."""
     import torch
 
     if candidate.graph is not None:
         return
     sets = session.sets
-    # A small kernel's rough look is mostly host time, so the number of sets sets the least number of launches.
+    # At least one launch per set: the rough time of a small kernel is mostly host time.
     candidate.launches = max(2, min(_MAX_LAUNCHES, max(len(sets), math.ceil(_SAMPLE_US / candidate.launch_us))))
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()
@@ -397,23 +399,11 @@ def _capture(session: Session, candidate: _Candidate) -> None:
 
 
 def _raise_if_poisoned(error: Exception) -> None:
-    """After an illegal access every later call in the process fails: end the process, so that the next one is clean."""
-    import os
-
+    """Ends the process if its CUDA context is broken, as after an illegal access: every later call would fail."""
     import torch
 
     try:
         torch.cuda.synchronize()
-    except Exception:  # noqa: BLE001 - any failure here means the context is gone
-        print(f"{type(error).__name__}: {error}", flush=True)  # noqa: T201 - the parent reads a dead child's last words
+    except Exception:  # noqa: BLE001 - any failure here means a broken context
+        print(f"{type(error).__name__}: {error}", flush=True)  # noqa: T201 - the parent reads a dead child's output
         os._exit(3)
-
-
-def _driver_version() -> str:
-    import subprocess
-
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return ""

@@ -1,8 +1,8 @@
-"""A child process that runs jobs and can be killed.
+"""`Child`: a process that runs jobs one at a time, each with a timeout, and may hang or crash without harm.
 
-A hung kernel, an illegal access, a compiler's abort: each ends a process, so each gets one that is not ours. The child
-is a fresh interpreter (no fork: CUDA does not survive one; no re-import of the caller's script, so scripts without a
-main guard work) in a process group of its own.
+It is a fresh interpreter: no fork, which CUDA does not survive, and no re-import of the caller's script, so scripts
+without a main guard work. Pebble and loky do neither, and lack three things that are needed here: the child's whole
+process group (ptxas) is killed at a timeout, it dies with its parent, and a crash's output is in the error message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tlxgen.tuner.process import main
 main(int(sys.argv[2]))
 """
 
-#: Bytes of a dead child's last words that go into the error message.
+#: Bytes at the end of a dead child's output in which the error message is looked for.
 _TAIL = 2000
 
 
@@ -41,10 +41,10 @@ class ChildTimeoutError(Exception):
 
 
 class ChildDiedError(Exception):
-    """The child ended in the middle of a job; the message holds its last words.
+    """The child ended in the middle of a job; the message holds the last line of its output.
 
     Attributes:
-        status: the exit status, negative for a signal; None where it is not known.
+        status: the exit status, negative for a signal; None if unknown.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -53,7 +53,7 @@ class ChildDiedError(Exception):
 
     @property
     def killed(self) -> bool:
-        """Whether somebody else ended it: a person, a batch system, the kernel for want of memory."""
+        """Whether it was killed from outside: by a user, a batch system, or the kernel for lack of memory."""
         return self.status in {-signal.SIGKILL, -signal.SIGTERM}
 
 
@@ -62,7 +62,7 @@ _EXCEPTION = re.compile(r"[\w.]*(Error|Exception)\b: ")
 
 
 class Child:
-    """Runs one job at a time; started on first use, and again after a death.
+    """A process that is started by the first job, and again after it ended.
 
     A job is a picklable callable without arguments. Jobs of one child may share state through module globals. The child
     ends with the thread that started it, so that no hung kernel outlives its tuner.
@@ -76,16 +76,16 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether a process is there, with whatever state earlier jobs left in it."""
+        """Whether the process runs, and so has the state of earlier jobs."""
         return self._process is not None and self._process.poll() is None
 
     def call(self, job: Callable[[], T], timeout: float) -> T:
         """The job's result.
 
         Raises:
-            ChildTimeoutError: no result after `timeout` seconds.
+            ChildTimeoutError: no result after `timeout` seconds; the child was killed.
             ChildDiedError: the process ended.
-            Exception: whatever the job raised.
+            Exception: the job's own.
         """
         if not self.alive:
             self._start()
@@ -97,18 +97,18 @@ class Child:
                 raise ChildTimeoutError(f"no result after {timeout:.0f} s")
             ok, result = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - our own child's bytes
         except (EOFError, OSError) as error:
-            words, status = self._last_words()
+            message, status = self._last_output()
             self.kill()
-            raise ChildDiedError(words or f"the process ended: {error!r}", status) from None
+            raise ChildDiedError(message or f"the process ended: {error!r}", status) from None
         except KeyboardInterrupt:
-            self.kill()  # its answer would be taken for the next job's
+            self.kill()  # its result would be taken for the next job's
             raise
         if ok:
             return result  # type: ignore[no-any-return]
         raise result
 
     def kill(self) -> None:
-        """Ends the child and everything it started."""
+        """Kills the child and all processes that it started."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -122,7 +122,7 @@ class Child:
     def _start(self) -> None:
         self.kill()
         self._connection, theirs = Pipe()
-        # The compiler prints whole modules when it fails: to a file that only a death makes interesting.
+        # To a file, which is read only after a crash: a compiler that fails prints whole modules.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         self._process = subprocess.Popen(
             # The child imports from where we do; `-m` would put the current directory first.
@@ -136,7 +136,8 @@ class Child:
         )
         theirs.close()
 
-    def _last_words(self) -> tuple[str, int | None]:
+    def _last_output(self) -> tuple[str, int | None]:
+        """Exit status and last line of a dead child, and the status alone."""
         if self._process is None or self._log is None:
             return "", None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -144,21 +145,21 @@ class Child:
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - _TAIL))
         tail = self._log.read().decode(errors="replace").strip().splitlines()
-        # Some exceptions go on for lines after the one that says what happened: torch's of CUDA with advice.
+        # Advice may follow the line that names the exception, as in torch's CUDA errors.
         telling = [line for line in tail if _EXCEPTION.match(line)] or tail
         status = self._process.returncode
         return ": ".join([f"exit status {status}", *telling[-1:]]), status
 
 
 def _die_with_parent() -> None:
-    """So that killing the tuner leaves no orphan, even one that hangs in a kernel (prctl(2), PR_SET_PDEATHSIG)."""
+    """Has Linux kill this process when its parent ends, even in a hung kernel (prctl(2), PR_SET_PDEATHSIG)."""
     pr_set_pdeathsig = 1
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _serve(connection: Connection) -> None:
-    """Runs jobs until the parent hangs up."""
+    """Runs jobs until the parent closes the connection."""
     while True:
         try:
             job = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own parent's bytes
@@ -166,19 +167,19 @@ def _serve(connection: Connection) -> None:
             return
         try:
             answer = (True, job())
-        except Exception as error:  # noqa: BLE001 - the parent decides what it means
+        except Exception as error:  # noqa: BLE001 - raised again in the parent
             answer = (False, error)
         try:
             message = pickle.dumps(answer)
             if not answer[0]:
-                pickle.loads(message)  # noqa: S301 - an exception class may refuse to be rebuilt
-        except Exception:  # noqa: BLE001 - an exception that cannot travel, as text
+                pickle.loads(message)  # noqa: S301 - some exceptions pickle and do not unpickle
+        except Exception:  # noqa: BLE001 - what cannot be pickled is sent as text
             message = pickle.dumps((False, RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}")))
         connection.send_bytes(message)
 
 
 def main(descriptor: int) -> None:
-    """The child's life: jobs from a connection that the parent opened."""
+    """Entry point of the child: serves jobs from a connection that the parent opened."""
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _serve(Connection(descriptor))

@@ -1,8 +1,6 @@
-"""Tuning without a GPU: the analytic model's favourites, as far as they compile well."""
+"""Tuning without a GPU: the analytic model's best candidate that compiles and passes the simulator."""
 
 from __future__ import annotations
-
-from concurrent.futures import Future
 
 from tlxgen import ops
 from tlxgen._version import __version__
@@ -16,8 +14,8 @@ from tlxgen.errors import CompileError, TuningError
 from tlxgen.ops import rates
 from tlxgen.problem import Problem
 from tlxgen.space.candidates import candidates
-from tlxgen.tuner.compile_pool import CompilePool
-from tlxgen.tuner.state import Budget, Progress, State, TuneResult, compilers, nothing_works
+from tlxgen.tuner.compile_pool import CompilePool, given_or_new
+from tlxgen.tuner.result import Budget, Progress, State, TuneResult, nothing_works
 
 
 def rank(
@@ -31,13 +29,13 @@ def rank(
     progress: Progress | None = None,
     pool: CompilePool | None = None,
 ) -> TuneResult:
-    """Compiles the model's favourites and keeps the best that compiles well as `predicted`.
+    """Compiles the model's best candidates and stores the first that works as `predicted`.
 
-    `pool` are compilers that are left running, as of `tune`.
+    `pool` stays open, as in `tune`.
 
     Raises:
         TuningError: none compiles.
-        KeyboardInterrupt: and nothing had compiled by then.
+        KeyboardInterrupt: before a candidate had compiled.
     """
     operator = ops.get(problem.operator)
     legal = candidates(problem, gpu, templates)
@@ -45,14 +43,18 @@ def rank(
     compiled: dict[Config, Binary] = {}
     interrupted = False
     try:
-        with compilers(pool, gpu, workers) as lent:
-            futures = {config: lent.submit(emit(operator, problem, config)) for config in legal[: budget.trials]}
+        with given_or_new(pool, gpu, workers) as compilers:
+            futures = {config: compilers.submit(emit(operator, problem, config)) for config in legal[: budget.trials]}
             try:
                 for config, future in futures.items():
                     if state.elapsed > budget.seconds and compiled:
                         break
-                    _await(config, future, compiled, state)
-                    if state.best is None and config in compiled:  # they come in the model's order
+                    try:
+                        compiled[config] = future.result()
+                    except CompileError as error:
+                        state.fail(error.kind, str(error))
+                    state.tried += 1
+                    if state.best is None and config in compiled:  # in the model's order
                         state.best, state.best_us = config, operator.predict_us(problem, config, gpu)
                     if progress:
                         progress(state)
@@ -76,12 +78,3 @@ def rank(
         trials=state.tried,
     )
     return TuneResult(record, store.put(record), state, interrupted, finalists={})
-
-
-def _await(config: Config, future: Future[Binary], compiled: dict[Config, Binary], state: State) -> None:
-    """Takes one compilation's outcome into the account."""
-    try:
-        compiled[config] = future.result()
-    except CompileError as error:
-        state.fail(error.kind, str(error))
-    state.tried += 1

@@ -1,7 +1,7 @@
-"""The tuner: proposes, compiles, gates, times, keeps.
+"""`tune`: one tuning run on a GPU, which searches, compiles, gates, times, chooses the winner and stores it.
 
-Compilation runs ahead of the GPU: while one batch is measured, the next one compiles. A candidate is in the database as
-soon as it has failed or passed its gate, so that a run that ends early, by whatever hand, goes on by the same command.
+Compilation runs ahead of the GPU: while one batch is timed, the next one compiles. A candidate is in the database as
+soon as it has failed or passed its gate, so a run that ends early, even by SIGKILL, is resumed by the same call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tlxgen import ops
@@ -18,7 +18,7 @@ from tlxgen._version import __version__
 from tlxgen.codegen.compile import Binary
 from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.config import Config
-from tlxgen.db.record import Trial, TrialStatus, TunedRecord, TuningKey, tuning_key
+from tlxgen.db.record import Trial, TrialStatus, TunedRecord, tuning_key
 from tlxgen.db.store import Store
 from tlxgen.errors import CompileError, GpuLostError, TuningError
 from tlxgen.problem import Problem
@@ -26,30 +26,29 @@ from tlxgen.simulator.verdicts import is_known_safe
 from tlxgen.space import search_space
 from tlxgen.space.candidates import candidates
 from tlxgen.tuner import final
-from tlxgen.tuner.card import LIMIT_S, Card, Timing, timings
-from tlxgen.tuner.compile_pool import CompilePool
-from tlxgen.tuner.contention import disturbance
+from tlxgen.tuner.compile_pool import CompilePool, given_or_new
 from tlxgen.tuner.measure import PROTOCOL, DeviceReport, Verdict
 from tlxgen.tuner.process import Child
+from tlxgen.tuner.result import Budget, Progress, State, TuneResult, nothing_works
+from tlxgen.tuner.runner import LIMIT_S, Runner
 from tlxgen.tuner.search import Search, effective_sampler, make_search
-from tlxgen.tuner.state import Budget, Progress, State, TuneResult, compilers, nothing_works
+from tlxgen.tuner.timing import Timing, disturbance, timings
 
-_LOOK_ROUNDS = 5
+_LOOK_ROUNDS = 5  #: of the first timing of a batch
 _SEMIFINAL_ROUNDS = 11
 _SEMIFINALISTS = 24
 _FINAL_ROUNDS = 31
 _FINALISTS = 8
-_RIVALS = 6  # of the finalists, those that are compared on the problem's twins too
-_RIVAL = 0.15  # which are no slower than the fastest by more than this
+_RIVALS = 6  #: finalists that are also timed on the problem's twins
+_RIVAL_MARGIN = 0.15  #: how much slower than the fastest they may be
 
-#: Failures that say more of the machine than of the candidate; they are tried again.
+#: Failures that are due to the machine rather than the candidate, which is tried again by the next run.
 _TRANSIENT = {"timeout", "killed", "out_of_memory", "gpu_lost"}
 
-#: Protocol of a row that is kept while the search goes on: one look, not yet a final.
+#: Protocol of a row that no undisturbed final has confirmed: it serves, and any final replaces it.
 _LOOK_PROTOCOL = f"{PROTOCOL}/look"
 
-#: Protocol of the trial of a candidate that has passed the gate, until the look at its batch takes its place. Its time
-#: may be the host's, and decides nothing: it says that the candidate works.
+#: Protocol of a trial that has passed the gate and is not timed yet. Its rough time is not compared with others.
 _GATE_PROTOCOL = f"{PROTOCOL}/gate"
 
 
@@ -63,43 +62,45 @@ def tune(
     workers: int | None = None,
     templates: tuple[str, ...] | None = None,
     progress: Progress | None = None,
-    neighbours: Callable[[], int] = lambda: 0,
-    crowded: bool = False,
+    gpu_processes: Callable[[], int] = lambda: 0,
+    gpu_busy: bool = False,
     child: Child | None = None,
     pool: CompilePool | None = None,
     limit: float = LIMIT_S,
 ) -> TuneResult:
-    """Measures candidates on this machine's GPU and keeps the best.
+    """Tunes a problem on this machine's GPU and stores the fastest config.
 
-    Ctrl-C ends the search, or its final, and what is known by then is compared in short and kept.
+    Ctrl-C ends the search or the final; the candidates timed by then are compared in a short final.
 
     Args:
         problem: what to tune.
-        store: where to keep it; also holds what earlier runs found.
+        store: database of earlier trials and of the result.
         sampler: see `make_search`.
         budget: when to stop.
         seed: of the search and of the inputs.
-        workers: compilers at once, by default one a core.
-        templates: only these.
+        workers: parallel compilers, by default one per core.
+        templates: the only templates to try.
         progress: called after every candidate.
-        neighbours: how many processes compute on the GPU now, ours among them (`tlxgen.tuner.gpu_lock.other_processes`).
-        crowded: whether others already load the GPU, so that times can be kept provisionally at most.
-        child: the process to measure in, which is left running; by default one of the run's own.
-        pool: the compilers, which are left running, and simulate too; by default `workers` of the run's own.
-        limit: seconds on the card after which a candidate counts as hung.
+        gpu_processes: counts the processes on the GPU, this run's included (`tlxgen.tuner.gpu_lock.other_processes`).
+        gpu_busy: whether other processes load the GPU, so that the result is provisional.
+        child: the process to measure in, which is left running; by default one of this run.
+        pool: compilers that also simulate, which are left running; by default `workers` of this run.
+        limit: seconds on the GPU after which a candidate counts as hung.
 
     Raises:
         TuningError: every candidate failed; nothing is stored.
-        GpuLostError: the GPU went away; what was finished is kept, and the same call goes on from there.
-        KeyboardInterrupt: and nothing had been measured by then.
+        GpuLostError: the GPU went away; finished trials are kept, and the same call goes on from there.
+        KeyboardInterrupt: before a candidate had been timed.
     """
-    card = Card(problem.operator, problem, seed, limit)
+    runner = Runner(problem.operator, problem, seed, limit)
     if child is not None:
-        card.child = child
+        runner.child = child
     try:
-        report = card.setup()
-        with compilers(pool, report.gpu, workers) as lent:
-            run = _Run(problem, card, report, store, budget or Budget(), templates, neighbours, crowded, lent)
+        report = runner.setup()
+        with given_or_new(pool, report.gpu, workers) as compilers:
+            run = _Run(
+                problem, runner, report, store, budget or Budget(), templates, gpu_processes, gpu_busy, compilers
+            )
             run.resume()
             run.choose_search(sampler, seed)
             try:
@@ -110,10 +111,10 @@ def tune(
                     raise
                 return run.finish(interrupted=True)
             except GpuLostError as error:
-                raise GpuLostError(f"{error}; {run.account()}; the same command goes on from there") from error
+                raise GpuLostError(f"{error}; {run.summary()}; the same command goes on from there") from error
     finally:
         if child is None:
-            card.close()
+            runner.close()
 
 
 @dataclass
@@ -123,67 +124,60 @@ class _Batch:
     entries: list[tuple[Config, KernelSource, Future[Binary]]]
 
     def cancel(self) -> None:
-        """Drops those that have not begun."""
+        """Cancels the compilations that have not begun."""
         for _, _, future in self.entries:
             future.cancel()
 
 
+@dataclass
 class _Run:
-    """One tuning run on one card."""
+    """State and steps of one run: `resume`, `choose_search`, `explore`, `finish`."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        card: Card,
-        report: DeviceReport,
-        store: Store,
-        budget: Budget,
-        templates: tuple[str, ...] | None,
-        neighbours: Callable[[], int],
-        crowded: bool,
-        pool: CompilePool,
-    ) -> None:
-        self.operator = ops.get(problem.operator)
-        self.problem = problem
-        self.card = card
-        self.report = report
-        self.store = store
-        self.key: TuningKey = tuning_key(problem, report.gpu.key)
-        self.legal = candidates(problem, report.gpu, templates)
-        self.state = State(len(self.legal), budget)
-        self.relative: dict[Config, float] = {}  # time over the peer's, of every config that works
-        self.errors: dict[Config, float] = {}
-        self.finished: set[Config] = set()  # failed, or through the gate: what is in the database
-        self.known: dict[Config, float | None] = {}  # what earlier runs found, None for failures
-        self.untimed: list[Config] = []  # what a run had gated that was killed before it looked at them
-        self.search: Search | None = None
+    problem: Problem
+    runner: Runner
+    report: DeviceReport
+    store: Store
+    budget: Budget
+    templates: tuple[str, ...] | None
+    gpu_processes: Callable[[], int]
+    gpu_busy: bool
+    pool: CompilePool
+    search: Search | None = None
+    relative: dict[Config, float] = field(default_factory=dict)  #: time over the peer's, of every timed config
+    errors: dict[Config, float] = field(default_factory=dict)
+    finished: set[Config] = field(default_factory=set)  #: configs with a trial in the database: failed, or gated
+    known: dict[Config, float | None] = field(default_factory=dict)  #: times of earlier runs, None for failures
+    untimed: list[Config] = field(default_factory=list)  #: gated by an earlier run that ended before it timed them
+    sound: set[str] = field(default_factory=set)  #: hashes of code that this run has compiled and simulated
+
+    def __post_init__(self) -> None:
+        self.operator = ops.get(self.problem.operator)
+        self.key = tuning_key(self.problem, self.report.gpu.key)
+        self.legal = candidates(self.problem, self.report.gpu, self.templates)
+        self.state = State(len(self.legal), self.budget)
         self.incumbent = self._incumbent()
-        self.neighbours = neighbours
-        self.crowded = crowded
-        self.pool = pool
-        self.sound: set[str] = set()  # hashes of code that compilers and simulator have passed in this run
-        self.processes = neighbours()  # ours among them, and whatever sat there before
+        self.processes_before = self.gpu_processes()
 
     def _incumbent(self) -> TunedRecord | None:
-        """The stored row, if it speaks of the kernel that its config emits now."""
+        """The stored row, if it comes from a final and its config emits the same code now."""
         record = self.store.get(self.key)
         if record is None or record.origin != "measured" or record.protocol != PROTOCOL:
             return None
-        # Legal among all templates: a run that is told to look at some must not lose the row of another.
+        # Legal in all templates, not only in `templates`: a run over some must not lose the row of another.
         if search_space.why_illegal(self.operator, self.problem, record.config, self.report.gpu):
             return None
         same = emit(self.operator, self.problem, record.config).code_hash == record.source_hash
         return record if same else None
 
     def resume(self) -> None:
-        """Takes over the trials of earlier runs whose kernels have not changed."""
-        # Of two trials of one config the last: an older tlxgen files it without the parameters that it does not know.
+        """Takes over the trials of earlier runs whose code has not changed."""
+        # Of two trials of one config the last: an older tlxgen stores it without the parameters that it does not know.
         for trial in {trial.config: trial for trial in self._earlier(PROTOCOL)}.values():
             self.finished.add(trial.config)
             if trial.time_us is None:
                 self.known[trial.config] = None
                 self.state.fail(trial.status, trial.message)
-            else:  # in the measure of today's card: relative to the peer of its own run, times today's
+            else:  # scaled from its own run's peer time to today's
                 relative = trial.time_us / (trial.peer_us or self.report.peer_us)
                 self.known[trial.config] = relative * self.report.peer_us
                 self._note(trial.config, relative)
@@ -193,7 +187,7 @@ class _Run:
         self.state.tried = self.state.resumed = len(self.finished)
 
     def _earlier(self, protocol: str) -> Iterator[Trial]:
-        """Trials of candidates that are such still, of today's code, and not to be tried again."""
+        """Stored trials of legal candidates with today's code, without transient failures."""
         legal = set(self.legal)
         for trial in self.store.trials(self.key, protocol):
             if trial.config not in legal or trial.status in _TRANSIENT:
@@ -202,16 +196,16 @@ class _Run:
                 yield trial
 
     def choose_search(self, sampler: str, seed: int) -> None:
-        """Small spaces are searched in full, whatever was asked for."""
+        """Makes the search, exhaustive for small spaces, and tells it the times of earlier runs."""
         name = effective_sampler(sampler, len(self.legal), self.state.budget.trials)
         self.search = make_search(name, self.legal, seed)
         for config, time_us in self.known.items():
             self.search.observe(config, time_us)
 
     def explore(self, progress: Progress | None) -> None:
-        """Looks at what has none, then proposes and measures until the budget or the space is used up."""
+        """Times untimed candidates, then proposes and times others until the budget or the space is used up."""
         size = max(8, min(32, 2 * (os.cpu_count() or 8)))
-        for start in range(0, len(self.untimed), size):  # before the search proposes: it is to hear of them first
+        for start in range(0, len(self.untimed), size):  # first, so that the search learns from them
             self._measure(self._compile(self.untimed[start : start + size]), progress)
         ahead: deque[_Batch] = deque()
         try:
@@ -223,7 +217,7 @@ class _Run:
                 self._measure(ahead.popleft(), progress)
                 if progress:
                     progress(self.state)
-        finally:  # the compilers may be lent, and go on with another problem
+        finally:  # the pool may be the caller's, and go on with another problem
             for batch in ahead:
                 batch.cancel()
 
@@ -242,13 +236,13 @@ class _Run:
         return _Batch([(config, source, self.pool.submit(source)) for config, source in sources])
 
     def _measure(self, batch: _Batch, progress: Progress | None) -> None:
-        """Gates what compiled and times what passed, in one interleaved measurement."""
+        """Gates the candidates that compiled, and times those that passed in one interleaved measurement."""
         passed: dict[str, tuple[Config, KernelSource]] = {}
         for config, source, future in batch.entries:
             if self.state.elapsed > self.state.budget.seconds and not future.done() and (passed or self.relative):
-                future.cancel()  # out of time, and there is something to keep
+                future.cancel()  # out of time, and there is a result to keep
                 continue
-            verdict = self._compiled_and_gated(self.card, source, future)
+            verdict = self._compiled_and_gated(self.runner, source, future)
             if verdict.status == "ok":
                 passed[config.id] = (config, source)
                 self._passed(config, source, verdict)
@@ -256,30 +250,31 @@ class _Run:
                 self._failed(config, source, verdict)
             if progress:
                 progress(self.state)
-        found = timings(self.card.measure(list(passed), _LOOK_ROUNDS)) if passed else {}
+        found = timings(self.runner.measure(list(passed), _LOOK_ROUNDS)) if passed else {}
         for name, (config, source) in passed.items():
             if name in found:
-                self._timed(config, source, found[name])
+                # Relative times are comparable between batches; scaled by one peer time they are microseconds.
+                self._note(config, found[name].relative)
+                self._observed(config, source, "ok", found[name].relative * self.report.peer_us, "")
             else:
-                self._failed(config, source, self.card.faults[name])
-        self._keep_provisionally()
-        self.card.forget(list(passed))
+                self._failed(config, source, self.runner.faults[name])
+        self._store_provisionally()
+        self.runner.forget(list(passed))
 
-    def _compiled_and_gated(self, card: Card, source: KernelSource, future: Future[Binary] | None) -> Verdict:
-        """What stands before a timing: the compilers' and the simulator's answer, unless it is known, and the gate."""
+    def _compiled_and_gated(self, runner: Runner, source: KernelSource, future: Future[Binary] | None) -> Verdict:
+        """The verdict of compiler and simulator, unless already known, and then of the gate."""
         try:
             if future is not None:
                 future.result()
         except CompileError as error:
             return Verdict(error.kind, str(error))
         self.sound.add(source.code_hash)
-        return card.gate(source.config.id, source)
+        return runner.gate(source.config.id, source)
 
-    def _admitted(self, card: Card, problem: Problem, configs: Sequence[Config]) -> dict[str, Config]:
-        """Those that may be timed on a card, by name; that some were tried before says nothing of their code today.
+    def _admitted(self, runner: Runner, problem: Problem, configs: Sequence[Config]) -> dict[str, Config]:
+        """The configs that may be timed by `runner`, by name, whether or not an earlier run has tried them.
 
-        What this run has not compiled and simulated, and the simulator has not passed in another, is submitted first,
-        all of it, so that it is looked at side by side.
+        Code that the simulator has not passed in this run or another is compiled and simulated first, in parallel.
         """
         sources = [emit(self.operator, problem, config) for config in configs]
         unknown = [source for source in sources if not (source.code_hash in self.sound or is_known_safe(source))]
@@ -287,58 +282,57 @@ class _Run:
         admitted = {}
         for source in sources:
             config = source.config
-            if not (config.id in card.sources and card.ready):
-                verdict = self._compiled_and_gated(card, source, futures.get(config))
+            if not (config.id in runner.sources and runner.ready):
+                verdict = self._compiled_and_gated(runner, source, futures.get(config))
                 if verdict.status != "ok":
                     continue
-                if card is self.card:
+                if runner is self.runner:
                     self.errors[config] = verdict.error or 0.0
             admitted[config.id] = config
         return admitted
 
     def _passed(self, config: Config, source: KernelSource, verdict: Verdict) -> None:
+        """Stores that a candidate passed the gate."""
         self.errors[config] = verdict.error or 0.0
-        trial = Trial(
-            config=config,
-            source_hash=source.code_hash,
-            status="ok",
-            time_us=verdict.launch_us,
-            peer_us=self.report.peer_launch_us or self.report.peer_us,
-            protocol=_GATE_PROTOCOL,
-        )
-        self._keep(trial)
-
-    def _timed(self, config: Config, source: KernelSource, timing: Timing) -> None:
-        # Relative times are comparable between batches; scaled by one peer time they are microseconds again.
-        time_us = timing.relative * self.report.peer_us
-        self._note(config, timing.relative)
-        self._tell(config, source, "ok", time_us, "")
+        peer_us = self.report.peer_launch_us or self.report.peer_us
+        self._store_trial(config, source, "ok", verdict.launch_us, peer_us, _GATE_PROTOCOL)
 
     def _failed(self, config: Config, source: KernelSource, verdict: Verdict) -> None:
+        """Counts and stores a refused candidate."""
         self.state.fail(verdict.status, verdict.message)
         status: Any = verdict.status
-        self._tell(config, source, status, None, verdict.message)
+        self._observed(config, source, status, None, verdict.message)
 
-    def _tell(
+    def _observed(
         self, config: Config, source: KernelSource, status: TrialStatus, time_us: float | None, message: str
     ) -> None:
+        """Tells the search about a candidate, and stores its trial."""
         assert self.search is not None
         self.search.observe(config, time_us)
+        self._store_trial(config, source, status, time_us, time_us and self.report.peer_us, PROTOCOL, message[:500])
+
+    def _store_trial(
+        self,
+        config: Config,
+        source: KernelSource,
+        status: TrialStatus,
+        time_us: float | None,
+        peer_us: float | None,
+        protocol: str,
+        message: str = "",
+    ) -> None:
         trial = Trial(
             config=config,
             source_hash=source.code_hash,
             status=status,
             time_us=time_us,
-            peer_us=time_us and self.report.peer_us,
-            protocol=PROTOCOL,
-            message=message[:500],
+            peer_us=peer_us,
+            protocol=protocol,
+            message=message,
         )
-        self._keep(trial)
-
-    def _keep(self, trial: Trial) -> None:
         self.store.add_trial(self.key, trial, instead_of=_GATE_PROTOCOL)
-        self.finished.add(trial.config)
-        self.state.tried = len(self.finished)  # what is counted is kept, wherever an interruption falls
+        self.finished.add(config)
+        self.state.tried = len(self.finished)  # after the write: an interruption never counts what is not stored
 
     def _note(self, config: Config, relative: float) -> None:
         self.relative[config] = relative
@@ -346,15 +340,15 @@ class _Run:
         if state.best is None or relative < self.relative[state.best]:
             state.best, state.best_us, state.best_ratio = config, relative * self.report.peer_us, 1.0 / relative
 
-    def _keep_provisionally(self) -> None:
-        """The best so far, so that a killed run leaves something; the final replaces it."""
+    def _store_provisionally(self) -> None:
+        """Stores the best so far, so that a killed run leaves a row; the final replaces it."""
         best = self.state.best
         if best is not None and self.incumbent is None:
             timing = Timing(self.relative[best] * self.report.peer_us, 0.0, self.report.peer_us, (), ())
             self.store.put(self._record(best, timing, _LOOK_PROTOCOL))
 
     def finish(self, interrupted: bool) -> TuneResult:
-        """Longer looks at fewer: a semifinal, then the final with the incumbent and the default; stores the winner."""
+        """Semifinal, and final with incumbent and default: fewer candidates, more rounds; stores the winner."""
         leaders = sorted(self.relative, key=self.relative.__getitem__)
         if not interrupted:
             semifinal = self._timings(leaders[:_SEMIFINALISTS], _SEMIFINAL_ROUNDS)
@@ -362,78 +356,78 @@ class _Run:
         default = [config for config in self.legal[:1] if config in self.relative]
         incumbent = [self.incumbent.config] if self.incumbent else []
         twins = () if interrupted else self.operator.twins(self.problem)
-        favourites = [config for twin in twins for config in self._stored(twin)]
-        finalists = list(dict.fromkeys([*leaders[:_FINALISTS], *default, *incumbent, *favourites]))
+        twin_winners = [config for twin in twins for config in self._stored(twin)]
+        finalists = list(dict.fromkeys([*leaders[:_FINALISTS], *default, *incumbent, *twin_winners]))
         rounds = _SEMIFINAL_ROUNDS if interrupted else _FINAL_ROUNDS
         timed = self._timings(finalists, rounds)
-        if self._disturbance(timed):  # may have passed
+        if self._disturbance(timed):  # once more: it may have passed
             timed = self._timings(finalists, rounds)
         if not timed:
-            if self.relative or self.incumbent:  # then the row is of one of those that were to be compared
+            if self.relative or self.incumbent:  # then the stored row is one of the finalists
                 self.store.mark_bad(self.key, "it did not survive the final comparison")
             raise TuningError(nothing_works(self.problem, self.state))
         disturbed = self._disturbance(timed)
-        best, loss = self._winner(timed, () if disturbed else twins, favourites)
+        best, loss = self._winner(timed, () if disturbed else twins, twin_winners)
         record = self._record(best, timed[best], _LOOK_PROTOCOL if disturbed else PROTOCOL)
         self.state.best, self.state.best_us, self.state.best_ratio = best, record.time_us, record.ratio
-        # A disturbed final decides nothing: its winner serves until the next run, but displaces no other's.
+        # The winner of a disturbed final serves until the next run, but does not displace an incumbent.
         stored = (not disturbed or self.incumbent is None) and self.store.put(record)
         return TuneResult(record, stored, self.state, interrupted, timed, disturbed, loss)
 
     def _winner(
-        self, timed: dict[Config, Timing], twins: Sequence[Problem], favourites: Sequence[Config]
+        self, timed: dict[Config, Timing], twins: Sequence[Problem], twin_winners: Sequence[Config]
     ) -> tuple[Config, float | None]:
-        """The fastest, or of a problem with twins the one that loses least on any of them; and what it loses."""
+        """The fastest config; with twins, the one that loses least on any of the problems, and its loss."""
         incumbent = self.incumbent.config if self.incumbent else None
         if not twins:
             return final.winner(timed, incumbent), None
         order = sorted(timed, key=lambda config: timed[config].time_us)
-        near = [config for config in order if timed[config].time_us <= (1 + _RIVAL) * timed[order[0]].time_us]
-        rivals = list(dict.fromkeys([*(config for config in favourites if config in near), *near]))[:_RIVALS]
+        near = [config for config in order if timed[config].time_us <= (1 + _RIVAL_MARGIN) * timed[order[0]].time_us]
+        rivals = list(dict.fromkeys([*(config for config in twin_winners if config in near), *near]))[:_RIVALS]
         everywhere = [{config: timed[config] for config in rivals}, *(self._timed_on(twin, rivals) for twin in twins)]
         try:
-            return final.steadiest(everywhere, incumbent)
-        except ValueError:  # none went through all of it
+            return final.winner_on_all(everywhere, incumbent)
+        except ValueError:  # no config was timed on every twin
             return final.winner(timed, incumbent), None
 
     def _stored(self, twin: Problem) -> list[Config]:
-        """The config that is stored for a twin, if it is one of ours."""
+        """The config that is stored for a twin, if it is legal here."""
         record = self.store.get(tuning_key(twin, self.report.gpu.key))
         return [record.config] if record is not None and record.config in self.legal else []
 
     def _timed_on(self, twin: Problem, configs: Sequence[Config]) -> dict[Config, Timing]:
-        """One measurement of another problem, in the same process; nothing where that cannot be measured."""
-        card = Card(twin.operator, twin, self.card.seed, self.card.limit)
-        card.child = self.card.child
-        self.card.leave()
+        """Times of another problem, measured in the same process; empty if it cannot be measured."""
+        runner = Runner(twin.operator, twin, self.runner.seed, self.runner.limit)
+        runner.child = self.runner.child
+        self.runner.leave()
         try:
-            card.setup()
+            runner.setup()
         except GpuLostError:
             raise
         except TuningError:
             return {}
-        return self._timed_together(card, twin, configs, _SEMIFINAL_ROUNDS)
+        return self._timed_together(runner, twin, configs, _SEMIFINAL_ROUNDS)
 
     def _disturbance(self, timed: dict[Config, Timing]) -> str:
-        return disturbance(timed.values(), self.neighbours() - self.processes, crowded=self.crowded)
+        return disturbance(timed.values(), self.gpu_processes() - self.processes_before, gpu_busy=self.gpu_busy)
 
-    def account(self) -> str:
-        """What is kept, in one clause."""
+    def summary(self) -> str:
+        """The stored trials and the best so far, in one clause."""
         best = f", the best so far with {self.state.best_us:.1f} us" if self.state.best_us is not None else ""
         return f"{self.state.tried} trials ({self.state.failures_in_words or 'none failed'}) are kept{best}"
 
     def _timings(self, configs: Sequence[Config], rounds: int) -> dict[Config, Timing]:
-        return self._timed_together(self.card, self.problem, configs, rounds)
+        return self._timed_together(self.runner, self.problem, configs, rounds)
 
     def _timed_together(
-        self, card: Card, problem: Problem, configs: Sequence[Config], rounds: int
+        self, runner: Runner, problem: Problem, configs: Sequence[Config], rounds: int
     ) -> dict[Config, Timing]:
-        """One interleaved measurement of those that (still) may be timed."""
-        names = self._admitted(card, problem, configs)
-        found = timings(card.measure(list(names), rounds)) if names else {}
+        """One interleaved measurement of the configs that may still be timed."""
+        names = self._admitted(runner, problem, configs)
+        found = timings(runner.measure(list(names), rounds)) if names else {}
         return {names[name]: timing for name, timing in found.items()}
 
-    def _record(self, config: Config, timing: Timing, protocol: str = PROTOCOL) -> TunedRecord:
+    def _record(self, config: Config, timing: Timing, protocol: str) -> TunedRecord:
         return TunedRecord(
             key=self.key,
             config=config,

@@ -13,9 +13,10 @@ from tlxgen import devices, ops
 from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.errors import TuningError
 from tlxgen.space.candidates import candidates
-from tlxgen.tuner.card import Card, timings
 from tlxgen.tuner.measure import PEER, DeviceReport, Forget, Gate, Measure, Setup, Verdict
 from tlxgen.tuner.process import ChildDiedError, ChildTimeoutError
+from tlxgen.tuner.runner import Runner
+from tlxgen.tuner.timing import timings
 
 PROBLEM = ops.get("vector_add").problem((4096,))
 SOURCES = [emit(ops.get("vector_add"), PROBLEM, config) for config in candidates(PROBLEM, devices.target("h200"))[:5]]
@@ -71,8 +72,8 @@ class FakeChild:
         self.alive = False
 
 
-def card(child: FakeChild, names: str = "abcde") -> Card:
-    card = Card("vector_add", PROBLEM, seed=0, child=child)  # type: ignore[arg-type]
+def card(child: FakeChild, names: str = "abcde") -> Runner:
+    card = Runner("vector_add", PROBLEM, seed=0, child=child)  # type: ignore[arg-type]
     for name, source in zip(names, SOURCES, strict=False):
         card.gate(name, source)
     return card
@@ -200,7 +201,7 @@ def test_a_death_while_forgetting_harms_nobody() -> None:
 
 def test_a_full_card_ends_the_run_and_is_nobodys_fault() -> None:
     with pytest.raises(TuningError, match="too little free memory for vector_add 4096 bf16"):
-        Card("vector_add", PROBLEM, seed=0, child=FakeChild(full=True)).setup()  # type: ignore[arg-type]
+        Runner("vector_add", PROBLEM, seed=0, child=FakeChild(full=True)).setup()  # type: ignore[arg-type]
 
 
 def test_one_fast_sample_does_not_change_the_time() -> None:

@@ -1,19 +1,16 @@
-"""What a tuning run is asked for, how it stands, and what it found; with a GPU (`tune`) or without (`rank`)."""
+"""Budget, progress and result of a tuning run, with a GPU (`tune`) or without (`rank`)."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from tlxgen.config import Config
 from tlxgen.db.record import TunedRecord
-from tlxgen.devices import Gpu
 from tlxgen.problem import Problem
-from tlxgen.tuner.card import Timing
-from tlxgen.tuner.compile_pool import CompilePool
+from tlxgen.tuner.timing import Timing
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Budget:
 
 @dataclass
 class State:
-    """How a run stands; `Progress` callbacks read it."""
+    """Progress of a run."""
 
     legal: int
     budget: Budget
@@ -45,13 +42,13 @@ class State:
         return time.monotonic() - self.started
 
     def fail(self, kind: str, message: str) -> None:
-        """Takes a candidate that does not work into the account."""
+        """Counts a refused candidate; `kind` is its `TrialStatus`."""
         self.failures[kind] += 1
         self.sample_error = self.sample_error or message
 
     @property
     def failures_in_words(self) -> str:
-        """How many of each class, the most frequent first; nothing where none failed."""
+        """Counts by class, the most frequent first; empty if none failed."""
         return ", ".join(f"{count} {kind}" for kind, count in self.failures.most_common())
 
 
@@ -60,24 +57,19 @@ Progress = Callable[[State], None]
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a run found."""
+    """The winner of a run, and how it was found."""
 
     record: TunedRecord
     stored: bool
     state: State
     interrupted: bool
     finalists: dict[Config, Timing]
-    disturbed: str = ""  #: what says that something else ran on the card during the final
-    loss: float | None = None  #: to the best config, on the twin where the winner loses most; None without twins
-
-
-def compilers(pool: CompilePool | None, gpu: Gpu, workers: int | None) -> CompilePool | nullcontext[CompilePool]:
-    """Those that were lent, or such as end with the run."""
-    return CompilePool(gpu.capability, workers, simulate=True) if pool is None else nullcontext(pool)
+    disturbed: str = ""  #: sign that another process used the GPU during the final
+    loss: float | None = None  #: the winner's greatest loss to the best config over all twins; None without twins
 
 
 def nothing_works(problem: Problem, state: State) -> str:
-    """Why there is no winner, in one line."""
+    """The message of a run without a winner, one line."""
     sample = f"; for example: {state.sample_error}" if state.sample_error else ""
     why = state.failures_in_words or "none was tried within the budget"
     return f"no candidate for {problem.label} works: {why}{sample}"
