@@ -32,7 +32,7 @@ def get_kernel(
         shape: sizes in order, fields by name, or a Problem; (M, N, K) for gemm, (B, H, S, D) for attention, (n,) for
             vector_add.
         config: the config to take, as a `Config`, as `tlxgen show` prints it, or as `{"template": ..., "params": ...}`.
-            By default that of `tlxgen.pin` or of the environment (`tlxgen.runtime.pinning`), else the best that is known.
+            By default that of `tlxgen.pin` or of the environment (`tlxgen.runtime.pinning`), else the best known one.
         strict: raise instead of falling back from a tuned row or a pinned config.
         on_miss: where no row is there for the problem: `record` notes it for `tlxgen tune --untuned`, `ignore` does
             not, `tune` tunes now, for up to two minutes, on a Hopper GPU outside graph captures.

@@ -1,4 +1,4 @@
-"""How it is computed: one template with a value for each of its parameters."""
+"""`Config`: a template with a value for each of its parameters."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Config(BaseModel):
     @field_validator("params")
     @classmethod
     def _in_order(cls, params: dict[str, Value]) -> dict[str, Value]:
-        """By name, so that equal configs print and emit alike wherever they come from."""
+        """Sorted by name, so that equal configs print and emit the same."""
         return dict(sorted(params.items()))
 
     @property
     def id(self) -> str:
-        """Sixteen hex digits that depend on the content alone: equal configs have equal ids in every process."""
+        """Hash of the content (16 hex digits), equal for equal configs in every process."""
         canonical = json.dumps([self.template, self.params], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     @property
     def short(self) -> str:
-        """One line for people: the template and `name=value` pairs."""
+        """One line of text: the template and `name=value` pairs."""
         return " ".join([self.template, *(f"{k}={v}" for k, v in self.params.items())])
 
     @classmethod
     def from_short(cls, short: str) -> Config:
-        """The config that prints as this line.
+        """The config whose `short` is this line.
 
         Raises:
             InvalidConfigError: a word is no `name=value`.
@@ -61,10 +61,10 @@ class Config(BaseModel):
 
 
 def parse_params(pairs: Iterable[str]) -> dict[str, Value]:
-    """Parameters from words like `block_m=64`; whole numbers become such.
+    """Parameters from words like `block_m=64`; whole numbers become integers.
 
     Raises:
-        InvalidConfigError: a word is no `name=value`.
+        InvalidConfigError: a word is not `name=value`.
     """
     params: dict[str, Value] = {}
     for pair in pairs:

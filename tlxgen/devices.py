@@ -1,7 +1,7 @@
-"""What is known of each GPU: plain facts, no behaviour.
+"""GPU models: rates, bandwidths, limits; and the GPU of this process.
 
 Rates are dense, at the boost clock, and bandwidths as the vendor's datasheets give them (product briefs of H100, H200,
-H800 and H20). The analytic model scales them by efficiencies that were measured (`tlxgen.ops.rates`).
+H800 and H20). Time models scale them by measured efficiencies (`tlxgen.ops.rates`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tlxgen.errors import UnsupportedDeviceError
 
 
 class Hopper:
-    """Rules of sm_90 that the operators check (CUDA C++ Programming Guide; PTX ISA, tensor maps)."""
+    """Constants of sm_90 (CUDA C++ Programming Guide; PTX ISA, tensor maps)."""
 
     TMA_ALIGNMENT = 16  # bytes: base address, every outer stride, and extents that a store must not overrun
     WARP_GROUP_THREADS = 128
@@ -36,7 +36,7 @@ class DeviceKey(BaseModel):
 class Gpu:
     """One GPU model. Bandwidth in bytes/s, rates in FLOP/s, clock in Hz.
 
-    `capability` is the compute capability whose rules configs are held to; what code is compiled for is `target`.
+    `capability` is the compute capability that decides which configs are legal; `target` is what code is compiled for.
     """
 
     slug: str
@@ -46,7 +46,7 @@ class Gpu:
     bandwidth: float
     l2_bytes: int
     rates: dict[str, float] = field(hash=False)
-    architecture: str = ""  #: one of `AMD`; empty for NVIDIA's, whose capability says it
+    architecture: str = ""  #: a key of `AMD`; empty for NVIDIA GPUs
 
     @property
     def key(self) -> DeviceKey:
@@ -56,7 +56,7 @@ class Gpu:
 
     @property
     def target(self) -> tuple[int, int] | str:
-        """What compilers are told (`tlxgen.codegen.compile.Architecture`)."""
+        """Compilation target (`tlxgen.codegen.compile.Architecture`)."""
         return self.architecture or self.capability
 
 
@@ -82,10 +82,9 @@ def _hopper(slug: str, sm_count: int, clock_mhz: int, tb_per_s: float, l2_mb: in
     )
 
 
-#: AMD's architectures that plain Triton is compiled for, CDNA 3 and 4 → a capability of NVIDIA's whose rules hold:
+#: AMD architectures that plain Triton is compiled for (CDNA 3 and 4) → an NVIDIA capability with the same limits:
 #: no more shared memory than the 64 and 160 KiB of LDS (CDNA 3 and CDNA 4 ISA documents), and `float8_e4m3fn` on
-#: CDNA 4 alone (CDNA 3 has 8-bit floats of another kind). Eight warps, the most that plain Triton takes, are 512
-#: threads there.
+#: CDNA 4 only (CDNA 3 has another 8-bit format). Eight warps, the maximum of plain Triton's configs, are 512 threads.
 AMD: dict[str, tuple[int, int]] = {"gfx942": (7, 5), "gfx950": (8, 9)}
 
 #: Names that `--target` takes.
@@ -131,7 +130,7 @@ def target(name: str) -> Gpu:
 
 
 def detect(index: int | None = None) -> Gpu | None:
-    """NVIDIA's GPU of this process (the current one, or `index`), or None where there is none.
+    """The NVIDIA GPU of this process (the current one, or `index`); None if there is none.
 
     A model missing from `TARGETS` takes the rates of the nearest Hopper part scaled by its SM count; those feed the
     analytic ranking only, never a stored number.
@@ -145,9 +144,9 @@ def detect(index: int | None = None) -> Gpu | None:
 
 
 def present(index: int | None = None) -> Gpu | None:
-    """The GPU that kernels may be served on: as `detect`, or one of AMD's that plain Triton is compiled for.
+    """The GPU that kernels may run on: as `detect`, or an AMD GPU whose architecture is in `AMD`.
 
-    An AMD GPU has a capability of its own numbering, which says nothing here: gfx90a is 9.0, as Hopper is.
+    AMD numbers capabilities differently (gfx90a is 9.0, as Hopper is), so the architecture's name decides.
     """
     import torch
 
@@ -161,7 +160,7 @@ def present(index: int | None = None) -> Gpu | None:
 
 
 def _described(properties: Any, capability: tuple[int, int], architecture: str = "") -> Gpu:
-    """A GPU as torch describes it."""
+    """A GPU from torch's device properties."""
     slug = slug_of(properties.name)
     known = TARGETS.get(slug, TARGETS["h100"])
     scale = properties.multi_processor_count / known.sm_count
@@ -178,7 +177,7 @@ def _described(properties: Any, capability: tuple[int, int], architecture: str =
 
 
 def uuid() -> str:
-    """The current CUDA GPU's UUID, which no other card has, whatever numbers processes know it by."""
+    """The UUID of the current CUDA GPU, which identifies the card across processes."""
     import torch
 
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

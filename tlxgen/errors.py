@@ -1,6 +1,6 @@
-"""Every refusal of tlxgen is one of these classes.
+"""Exceptions that tlxgen raises on purpose.
 
-A message names the argument, the value, the rule it broke and the way out. The command line prints it as one line;
+A message names the argument, the value, the rule and the remedy. The command line prints it as one line;
 `exit_code` says how the process ends (2: bad input, 1: a failed run).
 """
 
@@ -20,13 +20,13 @@ class InvalidProblemError(TlxgenError, ValueError):
 
 
 class InvalidConfigError(TlxgenError, ValueError):
-    """A template or parameter that does not exist, or a value outside its search space."""
+    """An unknown template or parameter, or a value outside its search space."""
 
     exit_code = 2
 
 
 class UnsupportedDeviceError(TlxgenError):
-    """The GPU, or its absence, rules the request out."""
+    """The request needs another GPU, or any GPU."""
 
     exit_code = 2
 
@@ -36,7 +36,7 @@ class ToolchainError(TlxgenError):
 
 
 class OutputError(TlxgenError):
-    """A file that was asked for cannot be written."""
+    """A requested file cannot be written."""
 
     exit_code = 2
 
@@ -54,7 +54,7 @@ class CompileError(TlxgenError):
         self.kind = kind
 
     def __reduce__(self) -> tuple[type[CompileError], tuple[str, str]]:
-        """Both arguments, so that the error survives the way from the process that compiled."""
+        """Both arguments, so that the error can be pickled between processes."""
         return type(self), (self.kind, str(self))
 
 
@@ -63,7 +63,7 @@ class TuningError(TlxgenError):
 
 
 class GpuLostError(TuningError):
-    """The GPU does not answer any more, not even to a new process."""
+    """The GPU no longer responds, not even to a new process."""
 
 
 class CacheError(TlxgenError):

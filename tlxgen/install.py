@@ -1,7 +1,7 @@
-"""Leave one `triton` in this environment, fbtriton's: `python -m tlxgen.install`.
+"""`python -m tlxgen.install`: makes fbtriton the only `triton` of this environment.
 
-To be run after whatever installs or upgrades torch, whose CUDA build brings upstream's `triton` along. Uninstalling
-that takes away files which fbtriton had written under the same names, so fbtriton is then put in place again.
+Run it after installing or upgrading torch, whose CUDA build installs upstream's `triton`. Uninstalling that removes
+files of fbtriton with the same names, so fbtriton is reinstalled afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tlxgen.toolchain import Triton, explain, fbtriton_requirement, import_error
 
 
 def steps(state: Triton) -> list[list[str]]:
-    """The pip commands that lead from `state` to one working `triton`; none if it is there already.
+    """The pip commands that lead from `state` to one working `triton`; none if there is one already.
 
     >>> broken = Triton(None, "", None, {"fbtriton": "3.7.4"}, damaged=True, has_tlx_files=False)
     >>> [command[0] for command in steps(broken)]
@@ -28,7 +28,7 @@ def steps(state: Triton) -> list[list[str]]:
 
 
 def main() -> int:
-    """Run the steps and see that they helped. Returns the exit status."""
+    """Runs the steps, checks the result and returns the exit status."""
     for command in steps(inspect()):
         print("+ pip", shlex.join(command), flush=True)  # noqa: T201
         status = subprocess.run([sys.executable, "-m", "pip", *command], check=False).returncode

@@ -1,4 +1,4 @@
-"""What is to be computed: the base of every operator's Problem, and the dtypes that problems speak of."""
+"""`Problem`: the base class of what operators compute; names and sizes of dtypes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ALIASES = {
 
 
 class Problem(BaseModel):
-    """One operator applied to one shape: frozen, hashable, and the same in every process.
+    """One operator applied to one shape; frozen and hashable.
 
     Subclasses add the fields; all of them are part of the cache key.
     """
@@ -41,17 +41,17 @@ class Problem(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     operator: ClassVar[str]
-    #: The fields that are sizes, in the order of the command line.
+    #: Fields that are sizes, in the order of the command line.
     sizes: ClassVar[tuple[str, ...]]
-    #: The fields that a kernel takes as arguments, so that its code does not depend on them; `sizes` are such.
+    #: Further fields that a kernel takes as arguments, so that its code does not depend on them.
     extents: ClassVar[tuple[str, ...]] = ()
-    #: The sizes and extents of which emitted code knows no more than whether 16 divides them, each with what an octave
-    #: of it counts when problems are compared (`tlxgen.db.nearest`). An operator that names none has no neighbours.
+    #: Sizes and extents that emitted code depends on only by divisibility by 16, each with its weight per octave in the
+    #: distance of problems (`tlxgen.db.nearest`). Without any, a problem has no neighbours.
     lengths: ClassVar[Mapping[str, float]] = {}
-    #: Those lengths that change from call to call, such as batches and sequences, each with the largest power of two of
-    #: which it matters to a kernel whether it divides them (`tlxgen.space.size_classes`).
+    #: Lengths that change from call to call, such as batches and sequences, each with the largest power of two whose
+    #: divisibility matters to a kernel (`tlxgen.space.size_classes`).
     running: ClassVar[Mapping[str, int]] = {}
-    #: The fields that stand in a label by value alone, after the sizes.
+    #: Fields whose values stand in a label without their names, after the sizes.
     label_fields: ClassVar[tuple[str, ...]] = ("dtype",)
 
     @field_validator("dtype", "out_dtype", mode="before", check_fields=False)
@@ -61,11 +61,11 @@ class Problem(BaseModel):
 
     @property
     def empty(self) -> bool:
-        """Whether a size is zero, so that there is nothing to tune and torch answers."""
+        """Whether a size is zero: nothing to tune, and torch computes."""
         return any(getattr(self, size) == 0 for size in self.sizes)
 
     def settled(self, lengths: Mapping[str, int]) -> dict[str, int]:
-        """Running lengths that were rounded down, as they can stand together; as they are, unless they depend."""
+        """Rounded running lengths, made consistent with each other; unchanged by default."""
         return dict(lengths)
 
     @property
@@ -91,7 +91,7 @@ class Problem(BaseModel):
         """The problem that has this label.
 
         Raises:
-            InvalidProblemError: none has.
+            InvalidProblemError: there is none.
         """
         words = label.split()[1:]
         count, positional = len(cls.sizes), iter(cls.label_fields)
@@ -112,7 +112,7 @@ def dtype_name(dtype: Any) -> str:
     >>> dtype_name("bfloat16"), dtype_name("fp16")
     ('bf16', 'fp16')
 
-    Unknown names come back unchanged, for the Problem that receives them to refuse.
+    Unknown names are returned unchanged; the Problem refuses them.
     """
     name = str(dtype).removeprefix("torch.")
     return _ALIASES.get(name, name)
@@ -163,7 +163,7 @@ def parse_problem(
 
 
 def _default(problem_type: type[Problem], name: str, sizes: list[int], given: Mapping[str, Any]) -> Any:
-    """What a field is if only these sizes and fields are given; None if they make no problem."""
+    """The default of a field, given sizes and other fields; None if those make no problem."""
     try:
         return getattr(parse_problem(problem_type, sizes, given), name)
     except InvalidProblemError:
@@ -171,7 +171,7 @@ def _default(problem_type: type[Problem], name: str, sizes: list[int], given: Ma
 
 
 def _parsed(problem_type: type[Problem], name: str, word: str) -> Any:
-    """A word of a label as a value of the field's type; the word itself where it is none."""
+    """A word of a label converted to the field's type, or the word itself if it cannot be."""
     field = problem_type.model_fields.get(name)
     kind: Any = None if field is None else field.annotation
     try:
@@ -181,7 +181,7 @@ def _parsed(problem_type: type[Problem], name: str, word: str) -> Any:
 
 
 def _one_line(operator: str, error: ValidationError) -> str:
-    """The first thing wrong, as `gemm: M = 0: Input should be greater than 0`."""
+    """The first error, such as `gemm: M = 0: Input should be greater than 0`."""
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"]))
     message = str(first["msg"]).removeprefix("Value error, ")

@@ -1,11 +1,10 @@
-"""Which `triton` is installed, whether TLX is in it, and where its command-line tools are.
+"""The installed `triton`: which distribution it is, whether it has TLX, and its command-line tools.
 
 Two distributions provide the module `triton`: Meta's `fbtriton`, which has TLX, and upstream's `triton`, which a CUDA
-build of torch pulls in. Neither installer knows of the other: whichever comes second writes over the first one's files
-and leaves the rest, so that TLX's folder can be present and yet not work. What counts is therefore not which
-distribution is registered but whose files are on disk; each distribution's own record of its files tells.
+build of torch requires. Installing one over the other replaces some files and leaves the rest, so TLX's folder can be
+present and not work. So this module compares the files on disk with each distribution's RECORD.
 
-Nothing here imports triton: that takes seconds, and fails in the very cases that are to be explained.
+Nothing here imports triton: that takes seconds, and fails in the cases that are to be explained.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class Triton:
     Attributes:
         folder: the package's folder, or None where `import triton` would find nothing.
         version: the version of the files in `folder`, without fbtriton's `+fb`.
-        owner: the distribution whose files are in `folder`, or None if that cannot be told (a source build, a copy).
+        owner: the distribution whose files are in `folder`, or None if unknown (a source build, a copy).
         distributions: every registered distribution that provides `triton`, with its version.
         damaged: whether files that fbtriton installed are missing, or compiled ones were replaced.
-        has_tlx_files: whether TLX's folder is there, which does not say that it works.
+        has_tlx_files: whether TLX's folder exists; it may still not work.
     """
 
     folder: Path | None
@@ -68,7 +67,7 @@ class Triton:
 
 
 def inspect() -> Triton:
-    """Look at the `triton` that this process would import."""
+    """The state of the `triton` that this process would import."""
     found = {name: dist for name in (FBTRITON, *UPSTREAM) if (dist := _distribution(name)) is not None}
     versions = {name: dist.version for name, dist in found.items()}
     folder = _package_folder()
@@ -93,7 +92,7 @@ def has_tlx() -> bool:
 
 
 def require_tlx() -> None:
-    """Refuse to go on without TLX.
+    """Raises unless TLX can be imported.
 
     Raises:
         ToolchainError: TLX cannot be imported; the message says why and which command puts it right.
@@ -116,9 +115,9 @@ def explain(state: Triton) -> str:
 
 
 def import_error() -> str:
-    """Import TLX in a fresh process, whose crash would not be ours: the last line of what it says, empty if it works.
+    """The last line of output of a fresh process that imports TLX; empty if it succeeds.
 
-    A check beside `explain`, not instead of it: TLX's folder can be imported among upstream's files, and fails later.
+    Complements `explain`: TLX's folder can be imported among upstream's files, and fails later.
     """
     command = [sys.executable, "-c", "import triton.language.extra.tlx"]
     try:
@@ -152,9 +151,9 @@ def fbtriton_requirement() -> str:
 
 @lru_cache(maxsize=1)
 def toolchain() -> str:
-    """What compiles a kernel, as it stands in cache keys: `fbtriton 3.7.4, ptxas 12.9.86`.
+    """The toolchain as it stands in cache keys: `fbtriton 3.7.4, ptxas 12.9.86`.
 
-    Always a string, so that a look-up in the cache works (and misses) on a machine without triton, too.
+    A string in any case, so that look-ups work (and miss) on a machine without triton.
     """
     state = _inspected()
     if state.folder is None:
@@ -194,7 +193,7 @@ def binary(name: str) -> Path:
 
 
 def clear_caches() -> None:
-    """Forget what was found, for whoever has just changed what is installed."""
+    """Clears caches, after packages were installed or removed."""
     for cached in (toolchain, ptxas_version, _inspected):
         cached.cache_clear()
 
@@ -212,7 +211,7 @@ def _distribution(name: str) -> importlib.metadata.Distribution | None:
 
 
 def _package_folder() -> Path | None:
-    """Where `import triton` would read from; a folder left without `__init__.py` is not a package."""
+    """The folder that `import triton` would read; None for one without `__init__.py`."""
     try:
         spec = importlib.util.find_spec("triton")
     except ValueError:  # an imported stand-in without a spec
@@ -241,12 +240,11 @@ def _owns(dist: importlib.metadata.Distribution, folder: Path) -> bool:
 def _is_damaged(
     dist: importlib.metadata.Distribution, folder: Path, others: list[importlib.metadata.Distribution]
 ) -> bool:
-    """Whether a file that `dist` needs in `folder` has gone, or a compiled one has the size of another distribution's.
+    """Whether a file of `dist` in `folder` is missing, or a compiled one has another distribution's size.
 
-    Python files may differ: people put a print into the compiler and go on. Sizes are enough beside the hash of
-    `__init__.py`, and cost milliseconds where hashing the compiler takes seconds; they count only where one of `others`
-    was installed into the same folder, since a stripped or relinked library is no damage. Nor is a `triton` that comes
-    from elsewhere (a path set before the installed packages), or the lack of parts for other GPUs.
+    Python files may differ, since people edit them to debug. Comparing sizes takes milliseconds, hashing the compiler
+    seconds; sizes count only if one of `others` was installed into the same folder, since a stripped library is not
+    damaged. A `triton` from elsewhere on the path, or without parts for other GPUs, is not damaged either.
     """
     if not _installs_into(dist, folder):
         return False
@@ -267,7 +265,7 @@ def _is_damaged(
 
 
 class _File(NamedTuple):
-    """A line of a distribution's record."""
+    """A line of a distribution's RECORD."""
 
     name: str
     hash: str
@@ -275,9 +273,9 @@ class _File(NamedTuple):
 
 
 def _files(dist: importlib.metadata.Distribution) -> list[_File]:
-    """The files that a distribution installed with a hash: byte code, recorded without one, comes and goes.
+    """The files of a distribution that are recorded with a hash, which excludes byte code.
 
-    `Distribution.files` makes paths of them, which takes ten times as long, and this is on the way to the first kernel.
+    `Distribution.files` creates paths, which takes ten times as long and would delay the first kernel.
     """
     lines = csv.reader((dist.read_text("RECORD") or "").splitlines())
     return [_File(name, hashed, int(size) if size else None) for name, hashed, size in lines if hashed]

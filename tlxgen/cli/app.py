@@ -23,7 +23,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(cli_cache.app, name="cache", help="List, export, import and prune tuned configs.")
 app.command()(export.export)
 
-#: Everything but results goes here.
+#: Progress and errors; results go to stdout.
 _log = Console(stderr=True)
 
 _Operator = Annotated[str, typer.Argument(help=OPERATORS_HELP, show_default=False)]
@@ -82,10 +82,10 @@ def tune(
     *,
     options: Options,
 ) -> None:
-    """Find the best kernel for a problem and keep it.
+    """Find the best kernel for a problem and store it.
 
     With a Hopper GPU candidates are measured. Without one, or with --compile-only, they are compiled for --target and
-    ranked by the analytic model; what is kept then is marked `predicted` and never displaces a measurement.
+    ranked by the time model; the result is marked `predicted` and never replaces a measurement.
     """
     from tlxgen.cli import tune as tuning_cli
 
@@ -134,7 +134,7 @@ def show(
     *,
     options: Options,
 ) -> None:
-    """Which kernel `get_kernel` would give for a problem, and why."""
+    """Show which kernel `get_kernel` would return for a problem, and why."""
     from tlxgen import devices
     from tlxgen.runtime import kernel as runtime
 
@@ -164,7 +164,7 @@ def emit(
 ) -> None:
     """Write a problem's kernel as one Python file that runs without tlxgen.
 
-    Takes the tuned config if there is one, the model's favourite otherwise; --template and --param choose another.
+    By default with the tuned config, or else the time model's best; --template and --param choose another.
     """
     from tlxgen import devices
     from tlxgen.codegen.emit import emit as emit_source
@@ -202,8 +202,8 @@ def check(
 ) -> None:
     """Simulate a kernel on the CPU: deadlocks, races, wrong results. Exit status 1 if there are any.
 
-    A file that tlxgen emitted, edited or not, is checked on small problems of its own kind. Any other file with TLX
-    kernels needs --entry: a function without arguments that makes CPU tensors and launches `kernel[grid](...)`.
+    An emitted file, edited or not, is checked on small problems of its operator. Any other file with TLX kernels needs
+    --entry: a function without arguments that creates CPU tensors and launches `kernel[grid](...)`.
     """
     from tlxgen import devices
     from tlxgen.cli import check as cli_check
@@ -247,10 +247,10 @@ def regress(
     limit: _Limit = 20.0,
     as_json: _Json = False,
 ) -> None:
-    """Check that tuned configs still hold. Exit status 1 if one does not.
+    """Check that tuned configs are still valid. Exit status 1 if one is not.
 
-    Without a GPU: key, legality, code, compiler, facts of the binary, simulator, shapes that must have a row. On a GPU
-    of the rows' model also results and the ratio to the library.
+    Without a GPU: key, legality, emitted code, compilation, facts of the binary, simulator, shapes that must have a
+    row. On a GPU of the rows' model also results and the speed relative to the library.
     """
     from tlxgen.cli import regress as cli_regress
 
@@ -260,7 +260,7 @@ def regress(
 
 @app.command()
 def doctor(as_json: _Json = False) -> None:
-    """Report GPU, driver, CUDA, triton, tools and cache, and what to do about each problem."""
+    """Report GPU, driver, CUDA, triton, tools and cache, with a remedy for each problem."""
     from tlxgen.cli import doctor as examination
 
     findings = examination.examine()
@@ -300,7 +300,7 @@ def _refuse_illegal(problem: Problem, config: Any, gpu: Any) -> None:
 
 
 def main() -> None:
-    """Entry point: one line for every refusal; its class decides the exit status."""
+    """Entry point: prints a TlxgenError as one line and exits with its status."""
     signal.signal(signal.SIGTERM, lambda *_: _interrupt())
     debug = "--debug" in sys.argv
     try:

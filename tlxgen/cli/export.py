@@ -32,8 +32,8 @@ def export(
 ) -> None:
     """Write kernels as a package that needs torch and triton, and no tlxgen.
 
-    Each problem gets the kernel that `get_kernel` would choose. What the package has no kernel for torch computes. The
-    options may be given together and again.
+    Each problem gets the kernel that `get_kernel` would choose; torch computes all other problems. Options may be
+    combined and repeated.
     """
     from tlxgen import devices
     from tlxgen.export import why_not_exported, write_package
@@ -43,7 +43,7 @@ def export(
         *(found for name in suite or () for found in suites.problems(name)),
         *(found for name in operator or () for found in _tuned(name, gpu)),
     ]
-    problems = [found for found in listed if why_not_exported(found) is None] or listed  # of nothing else, say why
+    problems = [found for found in listed if why_not_exported(found) is None] or listed  # if none can, say why
     for found in listed if len(problems) < len(listed) else ():
         if reason := why_not_exported(found):
             typer.echo(f"left out: {found.label}: {reason}", err=True)

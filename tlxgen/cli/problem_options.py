@@ -1,4 +1,4 @@
-"""The words of a command line that name a problem: sizes, and an option for every field of every operator's Problem."""
+"""Command-line arguments that describe a problem: sizes, and an option for every field of the operators' Problems."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tlxgen import ops
 from tlxgen.errors import InvalidProblemError
 from tlxgen.problem import Problem
 
-#: Fields of a problem that a command line gave, by name; a command declares one parameter `options` of this type.
+#: Fields of a problem given on the command line; a command declares one parameter `options` of this type.
 Options: TypeAlias = dict[str, Any]
 
 OPERATORS_HELP = f"One of {', '.join(ops.NAMES)}."
 
 
 def sizes_help() -> str:
-    """The sizes of every operator, in the order in which they are typed."""
+    """Help text: the sizes of every operator, in order."""
     return f"Sizes: {', '.join(' '.join([name, *_problem_type(name).sizes]) for name in ops.NAMES)}."
 
 
 def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command an option for each field of the operators' Problems; it receives those given as `options`."""
+    """Adds an option for each field of the operators' Problems to a command, which receives them as `options`."""
     hints = get_type_hints(command, include_extras=True)
     made = {option.name: option for option in _options()}
     own = [
@@ -46,10 +46,10 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def parse(operator: str, sizes: Sequence[str], options: Mapping[str, Any]) -> Problem:
-    """The Problem that command-line words mean.
+    """The Problem that the command line describes.
 
     Raises:
-        InvalidProblemError: a size is no whole number of at least 1, or an option does not fit the operator.
+        InvalidProblemError: a size is not a positive integer, or an option does not fit the operator.
     """
     numbers = [_size(operator, word) for word in sizes]
     problem = ops.get(operator).problem(numbers, **options)
@@ -68,7 +68,7 @@ def _size(operator: str, word: str) -> int:
 
 
 def _options() -> Iterator[inspect.Parameter]:
-    """One parameter for each field that is not a size of the operator that has it."""
+    """A parameter for each field that is not a size."""
     fields: dict[str, dict[str, Any]] = {}  # name → operator → pydantic's description of the field
     for operator in ops.NAMES:
         problem = _problem_type(operator)
@@ -85,12 +85,12 @@ def _options() -> Iterator[inspect.Parameter]:
 
 
 def _kind(annotation: Any) -> type:
-    """What a word of the command line is converted to."""
+    """Type that the option's argument is converted to."""
     return annotation if annotation in (bool, int, float) else str
 
 
 def _help(by_operator: Mapping[str, Any]) -> str:
-    """What the field means, once for all operators that say the same of it."""
+    """Help text of a field; operators with the same description share it."""
     operators: dict[str, list[str]] = {}
     for operator, field in by_operator.items():
         operators.setdefault(_meaning(field), []).append(operator)
@@ -100,7 +100,7 @@ def _help(by_operator: Mapping[str, Any]) -> str:
 
 
 def _meaning(field: Any) -> str:
-    """The field's description, and the values it may take if they are listed."""
+    """The field's description and, if it is a Literal, its choices."""
     choices = ", ".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else ""
     description = (field.description or "").removesuffix(".")
     return f"{': '.join(part for part in (description, choices) if part)}."

@@ -1,8 +1,8 @@
-"""Compiled kernels found again without asking what the compiler would call them.
+"""Shortcut into Triton's cache of compiled kernels.
 
-Triton files a binary under a hash that covers the whole compiler, half a second of reading in each process. A note
-remembers that hash under what decides the binary for one installed toolchain: source, signature, options, target, and
-the environment variables that Triton heeds. Whatever is amiss is a miss, and the compiler is asked.
+Triton's cache key covers the whole compiler, half a second of hashing in each process. A note stores that key under
+what decides the binary for one installed toolchain: source, signature, options, target and Triton's environment
+variables. Any defect of a note is a miss, and Triton computes the key.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from tlxgen.startup import notes
 from tlxgen.toolchain import toolchain
 
 _KIND = "binaries"
-#: LLVM's text of a kernel, up to 8 MB, which Triton would read into memory, and nothing here asks for.
+#: LLVM IR of a kernel, up to 8 MB, which Triton would read into memory for nothing.
 _LLVM = ".llir"
 
 
 def recall(source: Any, options: Any, target: Any) -> Any | None:
-    """The `CompiledKernel` of an `ASTSource` compiled before, or None."""
+    """The `CompiledKernel` of an `ASTSource` that was compiled before; None on a miss."""
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.cache import get_cache_manager
 
@@ -32,14 +32,14 @@ def recall(source: Any, options: Any, target: Any) -> Any | None:
             return None
         read = {name: path for name, path in group.items() if not name.endswith(_LLVM)}
         kernel = CompiledKernel(source, read, filed_under)
-        kernel.metadata_group = group  # hooks of Triton's, such as its profiler's, look for files there
-    except Exception:  # noqa: BLE001 - a miss costs a look at the compiler's own cache, nothing else
+        kernel.metadata_group = group  # Triton's hooks, such as its profiler's, look for files there
+    except Exception:  # noqa: BLE001 - a miss only costs Triton's own look-up
         return None
     return kernel
 
 
 def remember(kernel: Any, source: Any, options: Any, target: Any) -> None:
-    """Notes where Triton filed the kernel."""
+    """Notes the key under which Triton stored the kernel."""
     notes.remember(_KIND, _parts(source, options, target), {"hash": kernel.hash})
 
 

@@ -1,4 +1,4 @@
-"""KernelSource → Binary, for a GPU that need not be there.
+"""Compiles an emitted kernel, with or without a GPU: KernelSource → Binary.
 
 The signature, attributes and options come from Triton's own binder, given the very arguments that a launch builds, so
 the first launch finds the binary in Triton's cache and compiles nothing.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled candidate: where it came from, what it is like, how long ptxas and its friends took."""
+    """A compiled candidate: its source, the facts of its machine code, and the seconds that compiling took."""
 
     source: KernelSource
     facts: Facts
@@ -54,7 +54,7 @@ def compile_kernel(module: ModuleType, args: Sequence[Any], capability: Architec
     with collector.paused():
         backend, bind = _binder(kernel, target)
         bound, specialization, options = bind(*args, **module.OPTIONS)
-        options, signature, constants, attributes = kernel._pack_args(  # noqa: SLF001 - what a launch itself calls
+        options, signature, constants, attributes = kernel._pack_args(  # noqa: SLF001 - a launch calls it too
             backend, dict(module.OPTIONS), bound, specialization, options
         )
         source = ASTSource(kernel, signature, constants, attributes)
@@ -68,7 +68,7 @@ def compile_kernel(module: ModuleType, args: Sequence[Any], capability: Architec
 
 
 def specialization(module: ModuleType, args: Sequence[Any], capability: Architecture) -> tuple[Any, ...]:
-    """What Triton makes of a kernel's arguments: calls that are alike in it, on one device, run one binary."""
+    """Triton's specialization of a kernel's arguments: calls with equal ones share a binary on a device."""
     _, bind = _binder(module.kernel, _target(capability))
     return tuple(bind(*args, **module.OPTIONS)[1])
 
@@ -87,7 +87,7 @@ _WAVE = 64
 
 @lru_cache(maxsize=256)
 def _binder(kernel: Any, target: Any) -> tuple[Any, Any]:
-    """Triton's backend, and its function from arguments to their specialization; making it takes a millisecond."""
+    """Triton's backend, and its function from arguments to their specialization; cached, since it takes 1 ms."""
     from triton._C import libtriton
     from triton.compiler.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -95,7 +95,7 @@ def _binder(kernel: Any, target: Any) -> tuple[Any, Any]:
     backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     native = getattr(libtriton, "native_specialize_impl", None)
-    # Other Tritons have another function, which may see other things; on AMD's GPUs it sees sizes too.
+    # Another Triton may have another function that looks at more; on AMD's GPUs it looks at sizes too.
     if target.backend == "cuda" and native is not None and bind.__globals__.get("specialize_impl") is native:
         bind.__globals__["specialize_impl"] = specializations.noted(native, str(target))
     return backend, bind
@@ -103,12 +103,12 @@ def _binder(kernel: Any, target: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class _TargetOnly:
-    """Stands in for Triton's driver where there is no GPU: some TLX operations ask it what they are compiled for."""
+    """Replaces Triton's driver where there is no GPU: some TLX operations ask it for the target."""
 
     target: Any
 
     def get_current_target(self) -> Any:
-        """The only question."""
+        """The target."""
         return self.target
 
 
@@ -132,9 +132,9 @@ def compile_candidate(source: KernelSource, capability: tuple[int, int]) -> Bina
     """Compiles an emitted kernel for contiguous, aligned operands and reads its facts.
 
     Raises:
-        CompileError: with the class of the failure.
+        CompileError: its `kind` is the class of the failure.
     """
-    from tlxgen.codegen import facts  # which a launch has no need of
+    from tlxgen.codegen import facts  # a launch does without
 
     started = time.perf_counter()
     operator = ops.get(source.operator)
@@ -156,7 +156,7 @@ def compile_candidate(source: KernelSource, capability: tuple[int, int]) -> Bina
 
 
 def _compile_and_log(module: ModuleType, args: Sequence[Any], capability: tuple[int, int]) -> tuple[Any, str]:
-    """The kernel and what ptxas printed with `-v`; asked again where the kernel came from the cache."""
+    """The kernel and the output of `ptxas -v`, which is run again if the kernel came from the cache."""
     from triton import knobs
 
     printed = io.StringIO()
@@ -188,7 +188,7 @@ def _ptxas_log(ptx: str, capability: tuple[int, int]) -> str:
 
 
 def _classified(error: Exception) -> CompileError:
-    """Triton's many exception types as one, by the class that the tuner counts."""
+    """A CompileError from any of Triton's exceptions, with the failure class that the tuner counts."""
     name = type(error).__name__
     lines = str(error).strip().splitlines() or [""]
     telling = next((line for line in lines if "error" in line or "fatal" in line), lines[-1])

@@ -1,7 +1,7 @@
-"""Problem and Config → KernelSource: the text of one stand-alone kernel file.
+"""Renders a stand-alone kernel file: Problem and Config → KernelSource.
 
-Same input, same bytes out. Templates see settled values only: whatever Python can decide is decided by the operator's
-`template_context`, and an undefined variable is an error.
+Deterministic: equal input gives equal bytes. Decisions are made in Python, by the operator's `template_context`; an
+undefined template variable is an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tlxgen.problem import Problem
 
 @dataclass(frozen=True)
 class KernelSource:
-    """An emitted file: its text, and what it was emitted for."""
+    """An emitted file: its text, and the problem and config that it was emitted for."""
 
     operator: str
     problem: Problem
@@ -36,27 +36,26 @@ class KernelSource:
     def code_hash(self) -> str:
         """Hash of the code without comments, docstrings and self-check.
 
-        Two sources with one hash compile to one kernel, so this says whether a stored measurement still
-        speaks of the kernel that would be emitted now. Editing a comment changes nothing; editing a template, a macro
-        or a helper of the generator does, as far as it reaches this kernel. Made of tokens, which every supported
-        Python reads alike (the dump of a syntax tree differs between versions).
+        Sources with equal hashes compile to the same kernel, so a stored measurement is valid as long as its hash is
+        that of the code emitted today. It is made of tokens, which are the same in every supported Python (dumps of
+        syntax trees are not).
         """
-        # Dtypes reach a kernel through its arguments, and do not show in the text.
+        # Dtypes reach a kernel through its arguments; the text need not contain them.
         fields = self.problem.model_dump(exclude={*self.problem.sizes, *self.problem.extents})
         return _code_hash(_OF_ONE_SIZE.sub("", self.text), json.dumps(fields, sort_keys=True))
 
     @property
     def file_name(self) -> str:
-        """A name that no other text has, so that no two variants share a module or a stale byte-code file."""
+        """A name made from a hash of the text, so that no two variants share a module or a stale .pyc file."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:16]
         return f"{self.config.template}_{digest}.py"
 
 
-#: The two places of a file that name sizes and nothing else: a line of its docstring, the defaults of its self-check.
+#: Places that contain sizes only: the problem line of the docstring, and the defaults of the self-check.
 _OF_ONE_SIZE = re.compile(r"^    problem   .*$|(?<=^def check\().*(?=\):$)", re.MULTILINE)
 
 
-@lru_cache(maxsize=256)  # reading tokens takes ten times as long as emitting; sizes of one kernel share an entry
+@lru_cache(maxsize=256)  # tokenizing takes ten times as long as emitting; sizes that share a kernel share an entry
 def _code_hash(text: str, fields: str) -> str:
     skipped = _lines_without_effect(ast.parse(text))
     tokens = _formatted_strings_whole(text, tokenize.generate_tokens(io.StringIO(text).readline))
@@ -64,13 +63,13 @@ def _code_hash(text: str, fields: str) -> str:
     return hashlib.sha256("\0".join([*code, fields]).encode()).hexdigest()[:32]
 
 
-#: Where Python 3.12 and later begin and end a formatted string; earlier ones read it as a single token.
+#: Tokens at the start and end of an f-string in Python 3.12 and later; before, an f-string is one token.
 _OPENS = {getattr(tokenize, name, None) for name in ("FSTRING_START", "TSTRING_START")} - {None}
 _CLOSES = {getattr(tokenize, name, None) for name in ("FSTRING_END", "TSTRING_END")} - {None}
 
 
 def _formatted_strings_whole(text: str, tokens: Iterable[tokenize.TokenInfo]) -> Iterator[tokenize.TokenInfo]:
-    """The tokens with each formatted string as one, so that every Python finds the same."""
+    """The tokens with each f-string as one token, as in Python before 3.12."""
     lines = text.splitlines(keepends=True)
     depth, start = 0, (0, 0)
     for token in tokens:
@@ -88,15 +87,15 @@ def _formatted_strings_whole(text: str, tokens: Iterable[tokenize.TokenInfo]) ->
             yield token
 
 
-#: Tokens that do nothing.
+#: Tokens without effect.
 _COMMENTS = {tokenize.COMMENT, tokenize.NL}
 
-#: Tokens that say which block a statement belongs to, however wide its indentation.
+#: Tokens that delimit blocks, replaced by marks, since their text depends on the width of the indentation.
 _MARKS = {tokenize.NEWLINE: "<newline>", tokenize.INDENT: "<indent>", tokenize.DEDENT: "<dedent>"}
 
 
 def _lines_without_effect(module: ast.Module) -> set[int]:
-    """Lines of docstrings, of the `check` function and of the script part."""
+    """Line numbers of docstrings, of the `check` function and of the script part."""
     without_effect: list[ast.stmt] = []
     for node in module.body:
         check = isinstance(node, ast.FunctionDef) and node.name == "check"
@@ -113,7 +112,7 @@ def emit(operator: Operator[Any], problem: Problem, config: Config) -> KernelSou
     Raises:
         jinja2.TemplateError: the template is broken, which is a bug of the template, not of the config.
     """
-    from tlxgen.codegen import rendering  # brings jinja2, of which a kernel that was served before has no need
+    from tlxgen.codegen import rendering  # imports jinja2, which a kernel emitted by an earlier process does without
 
     context = {
         "problem": problem,

@@ -1,4 +1,4 @@
-"""What a compiled kernel says of itself: registers, spills, shared memory, and the instructions that matter here."""
+"""Facts of a compiled kernel: registers, spills, shared memory, counts of instructions; and which are unacceptable."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _COUNTED = {
     "local_stores": ("STL",),
 }
 
-#: ptxas warnings that mean a kernel will crawl: setmaxnreg ignored (C7507, C7508), wgmma serialised (C7510 to C7514).
+#: ptxas warnings of a slow kernel: setmaxnreg ignored (C7507, C7508), wgmma serialised (C7510 to C7514).
 _WARNING = re.compile(r"\b(C75\d\d)\b|(wgmma[^\n]*serialized)|(setmaxnreg[^\n]*ignored)")
 
 
 class Facts(BaseModel):
-    """Facts of one cubin; counts are static instructions, not executions."""
+    """Facts of one cubin; instructions are counted in the code, not as executed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,7 +49,7 @@ class Facts(BaseModel):
 
 
 def read(cubin: bytes, ttgir: str, shared_bytes: int, ptxas_log: str) -> Facts:
-    """Facts from the machine code, the IR before it, and what ptxas printed with `-v`."""
+    """Facts from the machine code, Triton's GPU IR and the output of `ptxas -v`."""
     counts = _opcodes(cubin)
     return Facts(
         registers=_number(r"Used (\d+) registers", ptxas_log),
@@ -65,10 +65,10 @@ def read(cubin: bytes, ttgir: str, shared_bytes: int, ptxas_log: str) -> Facts:
 def why_rejected(
     facts: Facts, *, wants_setmaxnreg: bool, wants_wgmma: bool, allowed_spill_bytes: int = 0
 ) -> str | None:
-    """Why a binary deserves no GPU time, or None."""
+    """Why a binary is rejected without being timed, or None."""
     if facts.spill_bytes > allowed_spill_bytes or (facts.local_loads + facts.local_stores and not allowed_spill_bytes):
         return f"spills {facts.spill_bytes} bytes ({facts.local_loads} LDL, {facts.local_stores} STL)"
-    if facts.warnings and wants_wgmma:  # what the compiler makes of plain Triton is up to it
+    if facts.warnings and wants_wgmma:  # plain Triton's pipeline is the compiler's choice
         return f"ptxas warns: {', '.join(facts.warnings)}"
     if wants_setmaxnreg and not facts.setmaxnreg:
         return "registers were asked for and the compiler dropped them: no setmaxnreg in the machine code"
@@ -89,30 +89,29 @@ def _opcodes(cubin: bytes) -> Counter[str]:
 
 
 def _number(pattern: str, text: str) -> int:
-    """The largest value, since one log may speak of several functions; 0 where the log says nothing."""
+    """The largest match, since a log may cover several functions; 0 if there is none."""
     return max((int(value) for value in re.findall(pattern, text)), default=0)
 
 
 @dataclass
 class _Loop:
-    """A loop of the IR while it is being read."""
+    """A loop of the IR being parsed."""
 
     outside: int  # depth of braces around it
     dots: int = 0
     conversions: int = 0
-    nested: bool = False  # whether a loop inside multiplies, so that this one is not the main loop
+    nested: bool = False  # whether an inner loop multiplies, so that this is not the main loop
 
 
 #: Rows by columns, and the layouts before and after.
 _CONVERSION = re.compile(r"ttg\.convert_layout.*: tensor<\d+x(\d+)x\w+, (.*?)> -> tensor<\w+, (.*)>")
-_LEAST_COLUMNS = 16  # of a tile; what is narrower is a handful of registers
+_LEAST_COLUMNS = 16  # narrower tiles are a handful of registers
 
 
 def _moves_a_tile(line: str) -> bool:
-    """Whether a line of the IR takes a tile through shared memory.
+    """Whether a line of the IR converts a tile's layout through shared memory.
 
-    Tensor cores leave a result as they take a first operand, whatever the width of the instruction: from one to the
-    other, registers keep their places.
+    A conversion from a tensor core's result to its first operand stays in registers.
     """
     match = _CONVERSION.search(line)
     if match is None or int(match.group(1)) < _LEAST_COLUMNS:
@@ -122,9 +121,9 @@ def _moves_a_tile(line: str) -> bool:
 
 
 def loop_conversions(ttgir: str) -> int:
-    """`convert_layout` of whole tiles, through shared memory, in the innermost loops that multiply.
+    """Number of `convert_layout` of whole tiles, through shared memory, in the innermost loops that multiply.
 
-    The IR nests by braces: a stack follows which loop each line is in.
+    The IR is parsed line by line; a stack of braces tells which loop a line belongs to.
     """
     total = 0
     depth = 0

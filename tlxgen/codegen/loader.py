@@ -1,8 +1,8 @@
-"""KernelSource → imported module.
+"""Imports an emitted file as a module: KernelSource → module.
 
-`triton.jit` needs the function's source lines, so the text becomes a real file. Its name holds the hash of its bytes: a
-file that is there already is the right one. The module's name holds the hash of the code alone: two variants never
-share a module, and problems whose kernels differ in nothing but the sizes in a comment do.
+`triton.jit` needs source lines, so the text is written to a file. The file's name contains the hash of its bytes, so an
+existing file is the right one. The module's name contains the hash of the code alone, so that sources which differ in
+comments only share a module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOCK = threading.Lock()
 
 
 def load(source: KernelSource, directory: Path | None = None) -> ModuleType:
-    """The emitted file as a module, imported at most once a process."""
+    """The emitted file as a module, imported at most once per process."""
     name = _module_name(source)
     with _LOCK:
         module = sys.modules.get(name)
@@ -38,7 +38,7 @@ def load(source: KernelSource, directory: Path | None = None) -> ModuleType:
             module = importlib.util.module_from_spec(spec)
             sys.modules[name] = module
             try:
-                with collector.paused(), plugins.spared():  # the first of a process imports triton
+                with collector.paused(), plugins.spared():  # the first import in a process imports triton
                     spec.loader.exec_module(module)
             except BaseException:
                 del sys.modules[name]
@@ -47,8 +47,8 @@ def load(source: KernelSource, directory: Path | None = None) -> ModuleType:
 
 
 def loaded(source: KernelSource) -> ModuleType | None:
-    """The module, if `load` was called for the same code before."""
-    with _LOCK:  # a module that is there may not be whole yet
+    """The module if `load` was called for the same code before, else None."""
+    with _LOCK:  # another thread may still be executing the module
         return sys.modules.get(_module_name(source))
 
 
@@ -57,7 +57,7 @@ def _module_name(source: KernelSource) -> str:
 
 
 def write(source: KernelSource, directory: Path | None = None) -> Path:
-    """Writes the file where it can: `directory`, the user's cache, or a temporary folder of this process."""
+    """Writes the file to `directory`, the user's cache or a temporary folder, whichever is writable first."""
     for folder in _places(directory or paths.kernel_dir()):
         path = folder / source.file_name
         try:
@@ -71,11 +71,11 @@ def write(source: KernelSource, directory: Path | None = None) -> Path:
 
 
 def _places(first: Path) -> Iterator[Path]:
-    """Made when asked for: no temporary folder where the first place will do."""
+    """Candidate folders, lazily: the temporary folder is created only if the others fail."""
     yield first
     yield _temporary_dir()
 
 
 @cache
 def _temporary_dir() -> Path:
-    return Path(tempfile.mkdtemp(prefix="tlxgen-"))  # ours alone: what is in it gets imported
+    return Path(tempfile.mkdtemp(prefix="tlxgen-"))  # private, since its content is imported

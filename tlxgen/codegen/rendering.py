@@ -1,4 +1,4 @@
-"""Templates and values → text, by jinja2, which whoever finds an emitted file on disk does not import."""
+"""Jinja2 rendering of templates, and hashes of templates with all that they include."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def render(template: str, context: dict[str, Any]) -> str:
     """The template's text for these values.
 
     Raises:
-        jinja2.TemplateError: the template is broken, or wants a value that there is not.
+        jinja2.TemplateError: the template is broken, or uses an undefined variable.
     """
     return _environment(paths.TEMPLATES).get_template(_name(paths.TEMPLATES, template)).render(context)
 
 
 def template_hash(template: str, root: Path | None = None) -> str:
-    """Twelve hex digits over a template and everything that it includes or imports."""
+    """Hash (12 hex digits) of a template and everything that it includes or imports."""
     root = root or paths.TEMPLATES
     environment = _environment(root)
     digest = hashlib.sha256()
@@ -35,19 +35,19 @@ def template_hash(template: str, root: Path | None = None) -> str:
 
 
 def _name(root: Path, template: str) -> str:
-    """The template's file as Jinja names it: relative to the root, such as `gemm/gemm_vanilla.py.j2`."""
+    """Path of a template's file relative to the root, such as `gemm/gemm_vanilla.py.j2`."""
     path = paths.in_operator_folder(root, f"{template}.py.j2")
     if path is None:
         raise jinja2.TemplateNotFound(f"{template}.py.j2")
     return path.relative_to(root).as_posix()
 
 
-#: What one template names of another. Jinja's own parser would tell as well, at the price of parsing everything twice.
+#: References of a template to others; a regex, since Jinja's parser would parse every file twice.
 _REFERENCE = re.compile(r"{%-?\s*(?:import|from|include|extends)\s+['\"]([^'\"]+)['\"]")
 
 
 def _closure(environment: jinja2.Environment, name: str) -> set[str]:
-    """A template's name and those of all that it refers to, directly or not."""
+    """Names of a template and of all that it refers to, directly or indirectly."""
     found: set[str] = set()
     pending = [name]
     while pending:
@@ -64,16 +64,16 @@ def _text(environment: jinja2.Environment, name: str) -> str:
 
 
 class _CompiledTemplates(jinja2.FileSystemBytecodeCache):
-    """Templates as Python's byte code in the user's cache, by content: compiling them is most of a cold start."""
+    """Jinja's byte-code cache in the user's cache directory; compiling templates is most of a cold start."""
 
     def dump_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
-        """Quietly keeps nothing where nothing can be written."""
+        """Does nothing if the directory cannot be written."""
         with contextlib.suppress(OSError):
             Path(self.directory).mkdir(parents=True, exist_ok=True)
             super().dump_bytecode(bucket)
 
     def load_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
-        """Nothing where nothing can be read."""
+        """Does nothing if the file cannot be read."""
         with contextlib.suppress(OSError):
             super().load_bytecode(bucket)
 

@@ -1,7 +1,7 @@
-"""What Triton makes of kernel arguments, from notes: asking it for the first time imports all of Gluon, 30 ms.
+"""Cache of Triton's argument specialization across processes; Triton's own first call imports all of Gluon, 30 ms.
 
-Of an argument Triton sees no more than its `form` has: dtypes, whether 16 divides an address or an integer, how wide
-that is and whether it is 1, the block of a descriptor. What has no form here is asked for each time.
+The key of an argument is its `form`: all that Triton looks at, such as dtype, divisibility of an address or integer by
+16, width of an integer, block of a descriptor. Arguments without a form are passed to Triton each time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tlxgen.toolchain import toolchain
 Specialize: TypeAlias = Callable[[Any, Any, bool, bool, bool], tuple[Any, Any]]
 
 _KIND = "specializations"
-#: Far more than kernels of one machine have.
+#: Entries of a note, far more than the kernels of one machine need.
 _MOST = 1000
 
 
 class Noted:
-    """Triton's function, asked once for each form, whatever the number of processes."""
+    """Triton's `specialize_impl` behind the cache."""
 
     def __init__(self, native: Specialize, target: str) -> None:
         self._native = native
@@ -30,7 +30,7 @@ class Noted:
         self._known = _usable(notes.recall(_KIND, self._parts) or {})
 
     def __call__(self, backend: Any, argument: Any, *flags: bool) -> tuple[Any, Any]:
-        """As Triton's own."""
+        """As Triton's `specialize_impl`."""
         seen = form(argument)
         if seen is None:
             return self._native(backend, argument, *flags)
@@ -46,12 +46,12 @@ class Noted:
 
 @cache
 def noted(native: Specialize, target: str) -> Noted:
-    """One for all kernels of a target."""
+    """The cache of a target."""
     return Noted(native, target)
 
 
 def form(argument: Any) -> str | None:
-    """All that Triton sees of an argument on NVIDIA's GPUs; None where that cannot be told."""
+    """All that Triton looks at in an argument on NVIDIA GPUs; None for a type that is not known here."""
     kind = type(argument)
     if argument is None or kind is bool:
         return repr(argument)
@@ -76,7 +76,7 @@ def _form_of_integer(value: int) -> str | None:
 
 
 def _is_plain(made: Any) -> bool:
-    """Whether a note gives back what it was given."""
+    """Whether a specialization survives a note unchanged."""
     return isinstance(made, tuple) and len(made) == 2 and all(type(x) in {str, int, bool, type(None)} for x in made)
 
 

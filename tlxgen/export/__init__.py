@@ -1,4 +1,4 @@
-"""Kernels to take away: a package of emitted files with a table, a small dispatcher, and torch behind it."""
+"""`tlxgen export`: writes a package of emitted kernels with a table and a small dispatcher, which needs no tlxgen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`manifest.json` of an exported package: which file serves which problem, and what is known of it."""
+"""`manifest.json` of an exported package: the kernel file of each problem, and where its config comes from."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict
 from tlxgen.config import Config
 from tlxgen.devices import DeviceKey
 
-#: Of the file, read by `tlxgen.export.standalone`. A change that old readers would misread gets a new number.
+#: Version of the file format that `tlxgen.export.standalone` reads.
 FORMAT: Literal[1] = 1
 
 
 class Provenance(BaseModel):
-    """What a tuned row says of its measurement; times in microseconds."""
+    """The measurement of a tuned row; times in microseconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,21 +34,21 @@ class Entry(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    key: str  #: of the tuned row that the problem has, or would have
+    key: str  #: key id of the problem's row
     operator: str
     problem: dict[str, Any]
     label: str
     config: Config
     origin: str  #: as `tlxgen.runtime.selection.Origin`
-    why: str  #: the whole account of the choice
-    module: str  #: in the package's folder `kernels`
+    why: str  #: `Choice.explain()`
+    module: str  #: module in the package's folder `kernels`
     code_hash: str
     needs_tlx: bool
-    provenance: Provenance | None  #: of tuned rows
+    provenance: Provenance | None  #: of tuned rows only
 
 
 class Manifest(BaseModel):
-    """All of a package. `capability` is what its kernels are for: elsewhere torch computes."""
+    """The table of a package. On GPUs of another `capability` torch computes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,8 +1,7 @@
-"""Problems → a Python package with their kernels, which needs torch and triton, and no tlxgen.
+"""Writes a package of kernels: emitted files, `manifest.json` (which file serves which problem) and a dispatcher.
 
-Emitted files stand alone already. A package adds `manifest.json`, the table of which file serves which problem, and
-the few modules of `tlxgen.export.standalone`, copied as they are: they look calls up in the table and pass to torch
-whatever is not there. Problems whose kernels have the same code share a file.
+The dispatcher is the modules of `tlxgen.export.standalone`, copied: they look calls up in the table and pass all others
+to torch. Problems whose kernels have the same code share a file.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ OPERATORS = tuple(name for name in ops.NAMES if (_STANDALONE / f"{name}.py").is_
 
 
 def write_package(directory: Path, problems: Iterable[Problem], gpu: Gpu) -> Manifest:
-    """Writes the package, all of it or nothing; its name is the directory's.
+    """Writes the package atomically; its name is the directory's.
 
     Args:
-        directory: to be made; an empty one or an earlier export is replaced.
-        problems: what the package is to serve; each with the kernel that `get_kernel` would choose on `gpu`.
-        gpu: what the kernels are for.
+        directory: created; an empty one or an earlier export is replaced.
+        problems: each is served by the kernel that `get_kernel` would choose on `gpu`.
+        gpu: the GPU that kernels are chosen for.
 
     Raises:
         InvalidProblemError: no problem, or one of an operator that cannot be exported or of size zero.
-        OutputError: the directory's name is no module's, it holds something else, or it cannot be written.
+        OutputError: the directory's name is not a module name, it contains something else, or it cannot be written.
     """
     chosen = list(dict.fromkeys(problems))
     if not chosen:
@@ -64,7 +63,7 @@ def write_package(directory: Path, problems: Iterable[Problem], gpu: Gpu) -> Man
 
 
 def why_not_exported(problem: Problem) -> str | None:
-    """Why no package can serve a problem, or None."""
+    """Why a problem cannot be exported, or None."""
     if problem.operator not in OPERATORS:
         return (
             f"{problem.operator} cannot be exported; {', '.join(OPERATORS)} can, "
@@ -77,7 +76,7 @@ def why_not_exported(problem: Problem) -> str | None:
 
 
 def _entry(problem: Problem, gpu: Gpu) -> tuple[Entry, KernelSource] | None:
-    """The problem's line of the table and its kernel; None where torch computes."""
+    """The problem's entry and kernel; None if torch computes it."""
     reason = why_not_exported(problem)
     if reason:
         raise InvalidProblemError(f"{problem.label}: {reason}")
@@ -126,7 +125,7 @@ def _is_export(directory: Path) -> bool:
 
 
 def _init() -> str:
-    """The package's `__init__`: one function for each operator, named as the operator."""
+    """Text of the package's `__init__`: a function for each operator, named after it."""
     from tlxgen.export import standalone
 
     imports = [("dispatch", "entries, explain"), *((name, name) for name in OPERATORS)]
@@ -136,7 +135,7 @@ def _init() -> str:
 
 
 def _write(directory: Path, manifest: Manifest, sources: Iterable[KernelSource]) -> None:
-    """Into a folder beside the directory, which then takes its place."""
+    """Writes into a temporary folder and renames it."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as temporary:
         package = Path(temporary) / directory.name

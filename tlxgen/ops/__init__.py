@@ -1,4 +1,4 @@
-"""The operators, by name. Each lives in a module of its own that is imported on first use."""
+"""Operators: the registry of their names, one package for each, and what they share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tlxgen.errors import InvalidProblemError
 from tlxgen.ops.base import Operator
 from tlxgen.startup import collector, plugins
 
-#: Name on the command line and in `get_kernel` → module.
+#: Registered operators; each is a package here, imported on first use.
 NAMES: tuple[str, ...] = ("gemm", "grouped_gemm", "attention", "attention_varlen", "vector_add")
 
 
@@ -23,7 +23,7 @@ def get(name: str) -> Operator[Any]:
     """
     if name not in NAMES:
         raise InvalidProblemError(f"operator {name!r} is not known; use one of {', '.join(NAMES)}")
-    with collector.paused(), plugins.spared():  # its problem is a model of pydantic's
+    with collector.paused(), plugins.spared():  # defining a pydantic model looks for plugins
         operator = import_module(f"tlxgen.ops.{name}.operator").OPERATOR
     assert isinstance(operator, Operator)
     return operator

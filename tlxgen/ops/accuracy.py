@@ -1,7 +1,7 @@
-"""Whether a kernel's result may be believed.
+"""The accuracy gate: compares a kernel's result with a float64 reference.
 
-The bound is not a tolerance somebody chose: it is what the library's own kernel does in the same dtype on the same
-inputs, times a margin. The norm catches errors that are everywhere, the largest element those that are in one place.
+The bound is the library's own error in the same dtype on the same inputs, times a margin. The norm catches errors that
+are spread out, the largest element those in one place.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-#: How much worse than the library's own error a result may be. Another order of summation alone moves the norm by a
-#: few percent and the largest error by less than twice.
+#: Factors by which a result may be worse than the library's. A different order of summation changes the norm by a few
+#: percent and the largest error by less than a factor of two.
 NORM_MARGIN = 2.0
 MAX_MARGIN = 4.0
 
-#: Where the library is exact (integers, sums of two), the rounding of the output dtype still allows this much of it.
+#: Bound where the library is exact (integers, sums of two): this times the rounding error of the output dtype.
 EXACT_MARGIN = 1.0
 
 
 @dataclass(frozen=True)
 class Error:
-    """Distance of a result from the reference: Frobenius norm and largest element, each over the reference's."""
+    """Relative error of a result: Frobenius norm and largest element, each over the reference's."""
 
     norm: float
     largest: float
 
 
 def error(result: torch.Tensor, reference: torch.Tensor) -> Error:
-    """How far `result` is from `reference` (float64), over the elements that are finite in both."""
+    """Relative error of `result` against `reference` (float64), over elements that are finite in both."""
     import torch
 
     difference = result.double() - reference
@@ -45,11 +45,11 @@ def error(result: torch.Tensor, reference: torch.Tensor) -> Error:
 
 
 def why_wrong(result: torch.Tensor, reference: torch.Tensor, library: torch.Tensor) -> str | None:
-    """Why `result` is wrong, or None: infinities and NaNs where the reference has others, or too large an error.
+    """Why `result` is wrong, or None: NaNs or infinities that differ from the reference's, or too large an error.
 
     Args:
-        result: what the kernel wrote, over an output that was filled with NaN.
-        reference: the result in float64, rounded to nothing.
+        result: the kernel's output, which was filled with NaN before.
+        reference: the unrounded result in float64.
         library: the peer's result in the output dtype, which sets the bound.
     """
     expected = reference.to(result.dtype)  # values beyond the dtype's range become infinities there too
@@ -73,11 +73,11 @@ def why_wrong(result: torch.Tensor, reference: torch.Tensor, library: torch.Tens
 
 
 def why_far(result: torch.Tensor, reference: torch.Tensor, tolerance: float) -> str | None:
-    """Why a result that no library gives for comparison is wrong, or None.
+    """Why a result without a library's result to compare is wrong, or None.
 
     Args:
-        result: what the kernel wrote, over NaN.
-        reference: the same in float64.
+        result: the kernel's output, which was filled with NaN before.
+        reference: the result in float64.
         tolerance: the largest error that counts as rounding, over the reference's largest element (at least 1).
     """
     import torch
@@ -93,7 +93,7 @@ def why_far(result: torch.Tensor, reference: torch.Tensor, tolerance: float) -> 
 
 
 def _why_unlike(result: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Infinities and NaNs where the reference has others."""
+    """NaNs or infinities that differ from the reference's."""
     import torch
 
     for name, kind in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):

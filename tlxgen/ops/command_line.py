@@ -1,4 +1,4 @@
-"""Problem → the words of a command that names it."""
+"""The command line that describes a problem: Problem → text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlxgen.problem import Problem
 
 
 def command(verb: str, problem: Problem) -> str:
-    """The command line of a problem, with the options that differ from the operator's defaults.
+    """The command line for a problem, with the options that differ from their defaults.
 
     >>> command("tune", ops.get("gemm").problem((512, 512, 64), dtype="fp16", epilogue="bias"))
     'tlxgen tune gemm 512 512 64 --dtype fp16 --epilogue bias'
@@ -25,7 +25,7 @@ def command(verb: str, problem: Problem) -> str:
 
 
 def _options(problem: Problem, sizes: list[int]) -> dict[str, Any]:
-    """Field by field, since the default of one (an output's dtype) may follow another."""
+    """Options that differ from their defaults; a default may depend on fields before it."""
     fields: Mapping[str, Any] = problem.model_dump(exclude=set(problem.sizes))
     options: dict[str, Any] = {}
     try:

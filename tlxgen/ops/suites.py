@@ -1,4 +1,4 @@
-"""Suites: YAML files of the shapes that an operator's speed is judged by (`benchmarks/suites`)."""
+"""Suites: YAML files that list an operator and shapes to tune and benchmark (`benchmarks/suites`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def problems(suite: str | Path) -> list[Problem]:
         suite: a YAML file, or the name of one that comes with tlxgen, such as `gemm`.
 
     Raises:
-        InvalidProblemError: there is no such file, it holds no suite, or a shape of it makes no problem.
+        InvalidProblemError: the file is missing or malformed, or a shape is invalid.
     """
     path = Path(suite)
     if path.suffix not in (".yaml", ".yml"):
@@ -36,15 +36,15 @@ def problems(suite: str | Path) -> list[Problem]:
 
 
 def part(listed: Iterable[Problem], words: Sequence[str]) -> list[Problem]:
-    """The problems whose labels have each of these in them: words that follow one another, such as `8 8192` or `zipf`.
+    """The problems whose labels contain each of these phrases, such as `8 8192` or `zipf`.
 
-    Words end at `=` and `+` too, so that `form=gather` is found by `gather`, and are whole: `8192` finds no 81920.
+    Whole words are compared, and `=` and `+` separate words: `gather` matches `form=gather`, `8192` not `81920`.
     """
     return [one for one in listed if all(_spaced(some) in _spaced(one.label) for some in words)]
 
 
 def _spaced(text: str) -> str:
-    """Words with a space on either side of each."""
+    """The words of a text, each with a space on either side."""
     return " ".join(["", *re.findall(r"[^\s=+]+", text), ""])
 
 

@@ -1,4 +1,4 @@
-"""The legal configs of a problem, best first by the analytic model, and those that serve where nothing was tuned."""
+"""Legal configs of a problem, ranked by the time model; the default and plain-Triton configs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tlxgen.errors import InvalidProblemError, TuningError
 from tlxgen.problem import Problem
 from tlxgen.space.size_classes import representative
 
-#: Of a class of sizes, so many are compared for each problem: wave quantisation moves the best of them.
+#: Configs of a size class that are compared for each of its problems, since wave quantisation changes the best.
 _FAVOURITES = 8
 
 
 def candidates(problem: Problem, gpu: Gpu, templates: tuple[str, ...] | None = None) -> list[Config]:
-    """Legal configs, best first by the analytic model.
+    """Legal configs, best first by the time model.
 
     Raises:
         InvalidProblemError: a size is zero.
@@ -33,24 +33,24 @@ def candidates(problem: Problem, gpu: Gpu, templates: tuple[str, ...] | None = N
 
 
 def default_config(problem: Problem, gpu: Gpu) -> Config | None:
-    """What runs where nothing was tuned: the model's favourite."""
+    """The time model's best config, which serves problems that were not tuned; None if none is legal."""
     return _favourite(problem, gpu, None)
 
 
 def favourite(problem: Problem, gpu: Gpu, template: str) -> list[Config]:
-    """The model's favourite config of one template, if it has a legal one."""
+    """The time model's best config of a template as a list of one; an empty list if none is legal."""
     config = _favourite(problem, gpu, (template,))
     return [] if config is None else [config]
 
 
 def vanilla_config(problem: Problem, gpu: Gpu) -> Config | None:
-    """The model's favourite of plain Triton, the operator's last template, which any GPU can run."""
+    """The time model's best config of plain Triton, the operator's last template, which every GPU runs."""
     return _favourite(problem, gpu, (ops.get(problem.operator).templates[-1],))
 
 
 def _favourite(problem: Problem, gpu: Gpu, templates: tuple[str, ...] | None) -> Config | None:
-    """The best for the problem of what is best for its class; of all legal configs, where none of those is."""
-    from tlxgen.space import search_space  # brings YAML and more, of which a kernel that was served before has no need
+    """The best of the problem's size class for the problem; of all legal configs if none of those is legal."""
+    from tlxgen.space import search_space  # imports YAML: not on the way to a known kernel
 
     operator = ops.get(problem.operator)
     for one in (representative(problem), problem):
@@ -63,7 +63,7 @@ def _favourite(problem: Problem, gpu: Gpu, templates: tuple[str, ...] | None) ->
 
 @lru_cache(maxsize=1024)
 def _of_class(one: Problem, gpu: Gpu, templates: tuple[str, ...] | None, _spaces: object) -> tuple[Config, ...]:
-    """The best of a class, for each value of what sizes of one class do not agree on."""
+    """The best configs of a size class, for each value of the parameters in `Operator.by_size`."""
     names = ops.get(one.operator).by_size
     best: dict[tuple[object, ...], list[Config]] = {}
     for config in _ranked(one, gpu, templates):
@@ -74,7 +74,7 @@ def _of_class(one: Problem, gpu: Gpu, templates: tuple[str, ...] | None, _spaces
 
 
 def forget() -> None:
-    """Ranks anew, for whoever changed the model or a search space."""
+    """Clears the ranking, after a change of time model or search space."""
     _of_class.cache_clear()
 
 

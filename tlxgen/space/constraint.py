@@ -1,7 +1,7 @@
-"""Constraints of search spaces: an expression that must hold, with its reason.
+"""Constraints of search spaces: expressions that must hold, each with its reason.
 
-The language is a small part of Python's: arithmetic, comparisons, `and`/`or`/`not`, `a if b else c`, `x in (1, 2)` and
-a few functions. What lies outside is refused when the expression is parsed; `simpleeval` evaluates the rest.
+The language is a subset of Python's expressions: arithmetic, comparisons, `and`/`or`/`not`, `a if b else c`,
+`x in (1, 2)` and a few functions. Anything else is refused when the expression is parsed; `simpleeval` evaluates it.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ class Constraint(BaseModel):
 
     @cached_property
     def expression(self) -> ast.expr:
-        """The parsed expression: parsed once, evaluated for many configs."""
+        """The parsed expression, cached."""
         return _parse(self.require)
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The names it reads."""
+        """Names that the expression reads."""
         nodes = [node for node in ast.walk(self.expression) if isinstance(node, ast.Name)]
         return frozenset(node.id for node in nodes) - FUNCTIONS.keys()
 
     def shown(self, values: Mapping[str, Any]) -> str:
-        """The values that it reads, as `name=value` pairs."""
+        """The values that the expression reads, as `name=value` pairs."""
         return ", ".join(f"{name}={values[name]}" for name in sorted(self.names)) or "no variables"
 
     @model_validator(mode="after")
     def _parses(self) -> Constraint:
-        _ = self.expression  # a malformed one is refused when the file is read
+        _ = self.expression  # malformed expressions are refused when the file is read
         return self
 
 
@@ -69,7 +69,7 @@ def _parse(text: str) -> ast.expr:
     """The syntax tree of an expression.
 
     Raises:
-        ValueError: it is no expression, or uses more than the language of constraints.
+        ValueError: it is not an expression of this language.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -86,17 +86,17 @@ def _parse(text: str) -> ast.expr:
 
 
 class Evaluator:
-    """Evaluates the constraints of one template, once for the same values of what they read. Not for several threads.
+    """Evaluates the constraints of one template and caches results by the values they read. Not thread-safe.
 
     Args:
-        template: named in error messages.
+        template: its name, for error messages.
     """
 
     def __init__(self, template: str) -> None:
         self._template = template
-        # Compound types are what `x in (64, 128)` takes.
+        # Compound types are needed for `x in (64, 128)`.
         self._eval: Any = simpleeval.EvalWithCompoundTypes(operators=_OPERATORS, functions=FUNCTIONS.copy())
-        self._known: dict[tuple[Any, ...], bool] = {}  # thousands of configs differ in what a constraint does not read
+        self._known: dict[tuple[Any, ...], bool] = {}  # thousands of configs agree in what a constraint reads
 
     def first_violated(self, constraints: Sequence[Constraint], values: dict[str, Any]) -> Constraint | None:
         """The first constraint that does not hold, or None.

@@ -1,8 +1,8 @@
-"""Search spaces: which parameters a template has, which values they take, and which combinations are legal.
+"""Search spaces: a template's parameters, their choices, and which combinations are legal (`why_illegal`).
 
-`search_spaces/<template>.yaml` lists parameters, choices and constraints, each constraint with its reason. Constraints
-are expressions (`tlxgen.space.constraint`) over the config's parameters, the operator's variables of the problem, the device
-and the resources of one CTA. Legal configs are enumerated: a search has no illegal point to try.
+`search_spaces/<operator>/<template>.yaml` lists parameters, choices and constraints, each constraint with its reason.
+Constraints are expressions (`tlxgen.space.constraint`) over the config's parameters, the operator's variables of the
+problem, the device and the resources of one CTA. Legal configs are enumerated, so a search proposes nothing illegal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEVICE_NAMES = frozenset({"sm_count", "shared_memory_limit", "capability"})
 RESOURCE_NAMES = frozenset(field.name for field in fields(Resources))
 
 #: Bytes of shared memory that one CTA can have, by compute capability (CUDA C++ Programming Guide, technical
-#: specifications per compute capability). What is missing gets the 48 KB that every GPU has.
+#: specifications per compute capability). Others get the 48 KB that every GPU has.
 _SHARED_KB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 _SHARED_KB_EVERYWHERE = 48
 
@@ -51,12 +51,12 @@ class _Strict(BaseModel):
 
 
 class Parameter(_Strict):
-    """The values that one parameter may take, in the order in which they are enumerated.
+    """The choices of one parameter, in the order of enumeration.
 
     Attributes:
         choices: the values.
-        why: what they are about.
-        absent: the choice that configs have which were written before the parameter was there (`tlxgen.space.absent`).
+        why: what they mean.
+        absent: the choice of configs that were stored before the parameter existed (`tlxgen.space.absent`).
     """
 
     choices: tuple[StrictBool | StrictInt | StrictStr, ...] = Field(min_length=1)
@@ -92,7 +92,7 @@ class Parameter(_Strict):
 
 
 class Space(_Strict):
-    """One template's parameters, in the order in which they are enumerated, and the constraints between them."""
+    """A template's parameters, in the order of enumeration, and constraints."""
 
     template: str
     summary: str = Field(min_length=1)
@@ -112,7 +112,7 @@ class Space(_Strict):
 
     @cached_property
     def absent(self) -> dict[str, Value]:
-        """What configs have that were written before a parameter was there, by the parameter's name."""
+        """Values of parameters in configs that were stored before the parameters existed, by name."""
         return {name: p.absent for name, p in self.parameters.items() if p.absent is not None}
 
     @cached_property
@@ -122,22 +122,22 @@ class Space(_Strict):
 
     @cached_property
     def costly(self) -> tuple[Constraint, ...]:
-        """The constraints that need the resource model: looked at last, for complete configs only."""
+        """The constraints that need the resource model: evaluated last, for complete configs only."""
         return tuple(c for c in self.constraints if c.names & RESOURCE_NAMES)
 
     @cached_property
     def hash(self) -> str:
-        """Thirty-two hex digits of all that decides legality: choices and constraints, not the prose."""
+        """Hash (32 hex digits) of choices and constraints, without texts for people."""
         choices = {name: parameter.choices for name, parameter in self.parameters.items()}
         canonical = json.dumps([self.template, choices, [c.require for c in self.constraints]], separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
 def load(template: str) -> Space:
-    """The search space of a template, read once for each file.
+    """The search space of a template; cached.
 
     Raises:
-        InvalidConfigError: there is none, or its file breaks a rule; the message names file, place and rule.
+        InvalidConfigError: there is none, or its file is invalid; the message names file, place and rule.
     """
     return _load(paths.SEARCH_SPACES, template)
 
@@ -163,7 +163,7 @@ def legal_configs(
 
 
 def why_illegal(operator: Operator[Any], problem: Problem, config: Config, gpu: Gpu) -> str | None:
-    """The first reason why a config must not run, in one line, or None if it may.
+    """The first reason why a config is illegal for a problem on a GPU, in one line, or None.
 
     Raises:
         InvalidConfigError: the template's search space breaks a rule.
@@ -172,7 +172,7 @@ def why_illegal(operator: Operator[Any], problem: Problem, config: Config, gpu: 
 
 
 def why_outside(operator: Operator[Any], config: Config) -> str | None:
-    """Why a config is in none of the operator's search spaces, whatever the problem and the device, or None.
+    """Why a config is in none of the operator's search spaces, for any problem and device, or None.
 
     Raises:
         InvalidConfigError: the template's search space breaks a rule.
@@ -187,7 +187,7 @@ def _unknown_template(operator: Operator[Any], template: str) -> str:
 
 
 def _misfit(space: Space, config: Config) -> str | None:
-    """What is wrong with the names and values of a config, before any constraint is looked at."""
+    """Unknown, missing or impossible parameters of a config; constraints are not evaluated."""
     parameters, given = space.parameters, config.params
     known = ", ".join(parameters)
     for name in given:
@@ -203,7 +203,7 @@ def _misfit(space: Space, config: Config) -> str | None:
 
 @dataclass(frozen=True)
 class _Scope:
-    """A space whose constraints have met the values that do not depend on a config: problem and device."""
+    """A search space bound to a problem and a device."""
 
     space: Space
     constants: Mapping[str, Value]
@@ -211,7 +211,7 @@ class _Scope:
 
     @classmethod
     def of(cls, operator: Operator[Any], problem: Problem, gpu: Gpu, template: str) -> _Scope:
-        """The scope of one template, after a check that every name in its constraints has one meaning."""
+        """The scope of one template; checks that every name in its constraints is known and unambiguous."""
         space = load(template)
         variables = operator.variables(problem)
         constants = {**variables, **_device_values(gpu)}
@@ -231,12 +231,12 @@ class _Scope:
     def configs(self) -> Iterator[Config]:
         """Every legal config, in the order of `itertools.product` over the parameters' choices."""
         names = list(self.space.parameters)
-        # A constraint is looked at as soon as its last parameter has a value: what it refuses is never extended.
+        # A constraint is evaluated as soon as its last parameter has a value, which prunes the enumeration.
         levels: list[list[Constraint]] = [[] for _ in range(len(names) + 1)]
         for constraint in self.space.cheap:
             levels[max((names.index(n) + 1 for n in constraint.names if n in names), default=0)].append(constraint)
         evaluator = Evaluator(self.space.template)
-        values: dict[str, Any] = dict(self.constants)  # and of the parameters before the one whose turn it is
+        values: dict[str, Any] = dict(self.constants)  # and of the parameters assigned so far
 
         def extend(turn: int) -> Iterator[Config]:
             if evaluator.first_violated(levels[turn], values):
@@ -255,7 +255,7 @@ class _Scope:
         return extend(0)
 
     def violation(self, config: Config) -> str | None:
-        """The first constraint that a config breaks, with the values that broke it and the reason."""
+        """The first violated constraint, with its values and reason."""
         evaluator = Evaluator(self.space.template)
         values: dict[str, Any] = {**self.constants, **config.params}
         broken = evaluator.first_violated(self.space.cheap, values)
@@ -279,12 +279,12 @@ def _device_values(gpu: Gpu) -> dict[str, Value]:
 
 if TYPE_CHECKING:
     _Safe = yaml.SafeLoader
-else:  # libyaml's where PyYAML was built with it: eight times as fast, and a kernel without a row takes four files
+else:  # libyaml's if PyYAML has it: eight times as fast, and a kernel without a row reads four files
     _Safe = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Safe):
-    """Safe YAML in which a key given twice is an error: the first of two equal parameters would be lost in silence."""
+    """Safe YAML loader that refuses duplicate keys, which PyYAML would silently overwrite."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value]
@@ -313,7 +313,7 @@ def _load(directory: Path, template: str) -> Space:
 
 
 def _one_line(error: ValidationError) -> str:
-    """The first thing wrong, as `constraints.0.why: Field required`."""
+    """The first error, such as `constraints.0.why: Field required`."""
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"])) or "the file"
     return f"{place}: {str(first['msg']).removeprefix('Value error, ')}"

@@ -1,8 +1,7 @@
-"""Sizes of one class: close enough to share a search for the best config, and a line in the list of what to tune.
+"""Size classes: problems whose running lengths round to the same values share a ranking and an entry to tune.
 
-Lengths of sequences and batches differ from call to call. Ranking every legal config takes up to a tenth of a second,
-so it is done for one problem of each class, its representative; what is chosen there is then checked against the
-problem at hand.
+Lengths of sequences and batches change from call to call, and ranking all legal configs takes up to 0.1 s. So it is
+done for one problem of each class, its representative; the result is then checked against the actual problem.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from tlxgen.problem import Problem, parse_problem
 
 P = TypeVar("P", bound=Problem)
 
-#: Below, sizes stand for themselves: decoding, where each row counts.
+#: Smaller sizes are not rounded: in decoding each row counts.
 _FIRST = 16
 _STEPS_AN_OCTAVE = 4
 
 
 def representative(problem: P) -> P:
-    """The problem that stands for all of its class: each running length rounded down, everything else the same.
+    """The representative of a problem's class: running lengths rounded down, everything else the same.
 
-    Idempotent. A length that others do not let be so short is as short as they do (`Problem.settled`). What the
-    rounding would make another kind of problem (a window as long as the keys) stands for itself.
+    Idempotent. Lengths are kept consistent with each other (`Problem.settled`). A problem whose rounded lengths make
+    another kind of problem (a window as long as the keys) is its own representative.
     """
     fields = problem.model_dump()
     rounded = problem.settled({name: rounded_down(fields[name], divisor) for name, divisor in problem.running.items()})
@@ -38,9 +37,9 @@ def representative(problem: P) -> P:
 
 
 def rounded_down(size: int, divisor: int = 16) -> int:
-    """The representative of a size: of those that share with `divisor` what it shares, the next on the grid or below.
+    """The largest grid size that is not above `size` and has the same common divisor with `divisor`.
 
-    The grid has four steps an octave, but none shorter than 16.
+    The grid has four steps per octave, each at least 16.
 
     >>> [rounded_down(n) for n in (0, 7, 16, 40, 100, 1000, 4095, 4096, 5000, 8191)]
     [0, 7, 16, 40, 100, 904, 3585, 4096, 4104, 7169]

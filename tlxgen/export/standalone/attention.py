@@ -1,4 +1,4 @@
-"""softmax(scale · q kᵀ + mask) v."""
+"""`attention`: softmax(scale · q kᵀ + mask) v."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def attention(
     batch, heads, rows, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
     if causal == "top-left" and rows == keys:
-        causal = "bottom-right"  # the same, and the name that the table has
+        causal = "bottom-right"  # equal, and the name used in the table
     if window >= (keys if causal == "bottom-right" else rows):
-        window = 0  # as many keys as any row has before it
+        window = 0  # no row has more keys than this
     problem: dict[str, Any] = {
         "B": batch,
         "H": heads,
@@ -90,7 +90,7 @@ def _by_torch(
 ) -> tuple[Tensor, Tensor]:
     group = q.shape[1] // k.shape[1]
     square = causal == "none" or (q.shape[2] == k.shape[2] and (scale is None or scale > 0))
-    # Of no batches cuDNN's, which torch asks first on Hopper, returns None.
+    # With a batch of 0, torch on Hopper calls cuDNN, which returns None.
     if square and not (window or softcap or return_lse) and q.shape[0] and k.shape[2]:
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=causal != "none", scale=scale, enable_gqa=group > 1

@@ -1,4 +1,4 @@
-"""From a call to the kernel that serves it: the table, what must hold before a launch, and torch otherwise."""
+"""Dispatches a call to a kernel of the table, or to torch; the conditions under which a kernel may be launched."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_ALIGNMENT = 16  # bytes: what TMA asks of base addresses and of strides
+_ALIGNMENT = 16  # bytes: TMA's alignment of base addresses and strides
 _LOCK = threading.Lock()
 _NAMES = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
-#: Tensors whose parts kernels see; a subclass may have others, or say something else of itself.
+#: Types whose memory is their value; a subclass may hold more, or override operations.
 _PLAIN = (Tensor, torch.nn.Parameter)
 
-#: Modules that could not be imported or launched, each with the reason; they are not tried again.
+#: Modules that failed to import or launch, with the reason; they are not tried again.
 _BROKEN: dict[str, str] = {}
 
 
 @lru_cache(maxsize=1)
 def manifest() -> dict[str, Any]:
-    """What `manifest.json` says."""
+    """The content of `manifest.json`."""
     found: dict[str, Any] = json.loads((Path(__file__).parent / "manifest.json").read_text(encoding="utf-8"))
     if found["format"] != 1:
         raise ImportError(f"manifest.json has format {found['format']}; this package reads format 1")
@@ -36,7 +36,7 @@ def manifest() -> dict[str, Any]:
 
 
 def entries() -> list[dict[str, Any]]:
-    """What there is a kernel for: the table's lines."""
+    """The entries of the table."""
     return list(manifest()["entries"])
 
 
@@ -50,7 +50,7 @@ def _key(operator: str, problem: Mapping[str, Any]) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As problems name it; torch's own name where no problem has it."""
+    """The dtype's name in problems; torch's name for other dtypes."""
     return _NAMES.get(dtype, str(dtype))
 
 
@@ -60,7 +60,7 @@ def explain(operator: str, problem: Mapping[str, Any], tensors: Sequence[Tensor]
     Args:
         operator: `gemm`, `grouped_gemm`, `attention` or `vector_add`.
         problem: its fields, as in the manifest.
-        tensors: of a call, operands first, whose device, gradients and other properties matter too.
+        tensors: of a call, operands first; device and gradients matter too.
     """
     entry = _table().get(_key(operator, problem))
     if entry is None:
@@ -80,11 +80,11 @@ def run(
     """The kernel's result, or `otherwise()`.
 
     Args:
-        operator: of the table.
-        problem: of the table.
-        tensors: what the kernel's `launch` takes, the first operand first.
-        fits: whether the tensors lie as the kernel wants them.
-        otherwise: the same through torch.
+        operator: as in the table.
+        problem: as in the table.
+        tensors: arguments of the kernel's `launch`, operands first.
+        fits: whether the tensors' layout is what the kernel needs.
+        otherwise: the same operation through torch.
     """
     present = [value for value in tensors.values() if isinstance(value, Tensor)]
     if _unseen(present):
@@ -100,13 +100,13 @@ def run(
             return module.launch(**tensors)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - a compiler may raise anything, and torch is there
+    except Exception as error:  # noqa: BLE001 - a compiler may raise anything; torch computes instead
         _give_up(entry, error)
         return otherwise()
 
 
 def _unseen(tensors: Sequence[Tensor]) -> str | None:
-    """What torch would do about such tensors, in such a block, and a kernel would not learn of; None as a rule."""
+    """Why only torch computes such a call correctly (subclass, gradients, autocast, tracing, ...), or None."""
     if any(type(tensor) not in _PLAIN for tensor in tensors):
         return "a tensor is of a subclass"
     if any(tensor.is_neg() or tensor.is_conj() for tensor in tensors):
@@ -121,7 +121,7 @@ def _unseen(tensors: Sequence[Tensor]) -> str | None:
 
 
 def _converted(tensor: Tensor) -> bool:
-    """Whether autocast is on, to another dtype; of 8-bit floats it knows nothing."""
+    """Whether autocast would convert the tensor; it ignores 8-bit floats."""
     kind = tensor.device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind) or tensor.element_size() == 1:
         return False
@@ -129,7 +129,7 @@ def _converted(tensor: Tensor) -> bool:
 
 
 def _transformed() -> bool:
-    """Whether functorch, a mode, a trace or dual numbers want to see each operation; torch has no public questions."""
+    """Whether functorch, a dispatch mode, a trace or forward-mode AD is active; torch has no public API for these."""
     return (
         torch._C._are_functorch_transforms_active()  # noqa: SLF001
         or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
@@ -139,7 +139,7 @@ def _transformed() -> bool:
 
 
 def _why_not(entry: Mapping[str, Any], tensors: Sequence[Tensor]) -> str | None:
-    """Why a kernel of the table cannot serve such tensors here, or None."""
+    """Why a kernel of the table cannot run on these tensors on this machine, or None."""
     if entry["module"] in _BROKEN:
         return _BROKEN[entry["module"]]
     device = tensors[0].device if tensors else torch.device("cuda")
@@ -156,7 +156,7 @@ def _load(entry: Mapping[str, Any]) -> Any | None:
     with _LOCK:
         try:
             return importlib.import_module(f".kernels.{entry['module']}", __package__)
-        except Exception as error:  # noqa: BLE001 - such as a triton without TLX; torch is there
+        except Exception as error:  # noqa: BLE001 - for example a triton without TLX; torch computes instead
             _give_up(entry, error)
             return None
 
@@ -167,7 +167,7 @@ def _give_up(entry: Mapping[str, Any], error: Exception) -> None:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether the last dimension is contiguous, and base address and other strides are what TMA takes."""
+    """Whether the last dimension is contiguous, and base address and other strides are aligned for TMA."""
     size = tensor.element_size()
     strides = tensor.stride()
     return (

@@ -1,4 +1,4 @@
-"""epilogue(A · B)."""
+"""`gemm`: activation(scale · A B + bias) + residual."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gemm(
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return otherwise()
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
-        return otherwise()  # torch's own refusal
+        return otherwise()  # torch raises
     m, k, n = *a.shape, b.shape[1]
     if (bias is not None and (bias.shape != (n,) or bias.dtype != a.dtype)) or (
         residual is not None and (residual.shape != (m, n) or residual.dtype != out_dtype)
@@ -94,12 +94,12 @@ def _layout(matrix: Tensor) -> str:
 
 
 def _lies_well(matrix: Tensor) -> bool:
-    """Whether a matrix lies as in the problem that was tuned: without holes, aligned."""
+    """Whether a matrix is dense and aligned, as in the tuned problem."""
     return (matrix.is_contiguous() or matrix.mT.is_contiguous()) and matrix.data_ptr() % 16 == 0
 
 
 def _wide(a: Tensor, b: Tensor) -> Tensor:
-    """The product in fp32, as it is accumulated."""
+    """The product in fp32."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

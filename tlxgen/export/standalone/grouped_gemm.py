@@ -1,4 +1,4 @@
-"""One product for each expert of a mixture."""
+"""`grouped_gemm`: one product for each expert of a mixture."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def grouped_gemm(
         b: see above.
         offs: (E,), int32: where each expert's tokens end, not decreasing.
         rows: (tokens,), int32: which row of a each token is.
-        scale_a: (tokens,), float32, of 8-bit floats: what each row of a counts.
-        scale_b: (E, N), float32, likewise: what each column of b counts.
+        scale_a: (tokens,), float32: scale of each row of a, for 8-bit floats.
+        scale_b: (E, N), float32: scale of each column of b, for 8-bit floats.
         bias: (E, N).
         activation: `relu`, `gelu` (the exact form) or `silu`; `swiglu` or `geglu`, whose result has N / 2 columns.
         out_dtype: of the result; that of a by default, bfloat16 of 8-bit floats.
-        group_sizes: how tokens are spread, as the table has it; which kernel is fastest depends on it, no result does.
+        group_sizes: distribution of tokens, as in the table; it selects a kernel, the result does not depend on it.
 
     Returns:
-        As above. What no expert owns is not written by kernels, and zero by torch, which waits for the device.
+        As above. Rows that no expert owns are not written by kernels, and zero by torch, which waits for the device.
     """
     if activation is not None and activation not in (*_ACTIVATIONS, *_GATED):
         raise ValueError(f"activation is {activation!r}; use one of {', '.join((*_ACTIVATIONS, *_GATED))}")
@@ -95,7 +95,7 @@ def grouped_gemm(
 
 
 def _sizes(form: str, a: Tensor, b: Tensor, offs: Tensor | None, rows: Tensor | None) -> dict[str, int] | None:
-    """Those of the table; None for what makes no product."""
+    """Sizes as in the table; None if the shapes make no product."""
     if form == "3d3d":
         fits = offs is None and a.shape[0] == b.shape[0] and a.shape[2] == b.shape[1]
         return {"E": len(b), "ROWS": a.shape[0] * a.shape[1], "N": b.shape[2], "K": b.shape[1]} if fits else None
@@ -119,7 +119,7 @@ def _layout(matrix: Tensor) -> str:
 
 
 def _lies_well(matrix: Tensor) -> bool:
-    """Whether matrices lie as in the problem that was tuned: without holes, aligned."""
+    """Whether matrices are dense and aligned, as in the tuned problem."""
     return (matrix.is_contiguous() or matrix.mT.is_contiguous()) and matrix.data_ptr() % 16 == 0
 
 

@@ -1,4 +1,4 @@
-"""x + y."""
+"""`vector_add`: x + y."""
 
 from __future__ import annotations
 

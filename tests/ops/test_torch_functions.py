@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.operands import LONE, SIZES, Call
 from tlxgen import functional, ops
-from tlxgen.ops import torch_own
+from tlxgen.ops import torch_functions
 from tlxgen.ops.attention import flash
 from tlxgen.runtime import checks, kernel
 
@@ -36,7 +36,7 @@ class Cudnn:
 @pytest.fixture(autouse=True)
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudnn]:
     made = Cudnn()
-    monkeypatch.setattr(torch_own, "_attention", made)
+    monkeypatch.setattr(torch_functions, "_attention", made)
     kernel.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kernel.FallbackWarning)
@@ -65,7 +65,7 @@ def test_the_table_has_what_cudnn_leaves_undefined(cudnn: Cudnn) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_of_no_batches_are_recorded(causal: bool, cudnn: Cudnn) -> None:
     q, k, v = of_no_batches(requires_grad=True)
-    out = torch_own.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    out = torch_functions.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
     found = torch.autograd.grad(out.sum(), (q, k, v))
     assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
@@ -107,7 +107,7 @@ def test_torchs_flash_backward_is_for_something(sizes: tuple[int, ...], monkeypa
 
 def test_what_is_not_empty_is_torchs_unchanged(cudnn: Cudnn) -> None:
     q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
-    assert torch.equal(torch_own.scaled_dot_product_attention(q, k, v, None, 0.0, True), SDPA(q, k, v, is_causal=True))
-    graph = torch.compile(torch_own.scaled_dot_product_attention, fullgraph=True, backend="eager")
+    assert torch.equal(torch_functions.scaled_dot_product_attention(q, k, v, None, 0.0, True), SDPA(q, k, v, is_causal=True))
+    graph = torch.compile(torch_functions.scaled_dot_product_attention, fullgraph=True, backend="eager")
     assert torch.equal(graph(q, k, v), SDPA(q, k, v))
     assert not cudnn.nothing

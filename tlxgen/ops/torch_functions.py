@@ -1,8 +1,8 @@
-"""Torch's functions as they are before a program puts tlxgen's in their place.
+"""Torch's original functions, saved before a program replaces them by those of `tlxgen.functional`.
 
     torch.nn.functional.scaled_dot_product_attention = tlxgen.functional.scaled_dot_product_attention
 
-is how drop-ins are used. What they pass on must not come back to them.
+A replacement that passes a call on to torch calls these; calling the patched name would recurse.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _attention: Any = torch.nn.functional.scaled_dot_product_attention
 
 
 def scaled_dot_product_attention(*tensors: Any, **options: Any) -> Tensor:
-    """Torch's, with a result for no batches too.
+    """Torch's function, with a result for a batch of 0 too.
 
-    On Hopper cuDNN is asked first (torch 2.11), and leaves the result of no batches undefined, which is None here.
+    On Hopper torch 2.11 tries cuDNN first, which returns None for a batch of 0.
     """
     result: Tensor | None = _attention(*tensors, **options)
     if result is not None:
