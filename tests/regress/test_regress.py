@@ -70,7 +70,7 @@ STORED = GEMM.ratio or 0.0
 
 
 def row(record: TunedRecord, line: int = 1) -> Row:
-    return Row(Path("h200.jsonl"), line, rows._name(record), record)
+    return Row(Path("h200.jsonl"), line, rows.row_name(record), record)
 
 
 def changed(record: TunedRecord, **key: Any) -> TunedRecord:
@@ -512,7 +512,7 @@ class TestRatchet:
         held = ratchet.load(ratchet.path_of(SHIPPED))
         assert held is not None
         labels = ratchet.suite_labels(ROOT / "benchmarks" / "suites")
-        names = {rows._name(record) for record in shipped.load(SHIPPED)}
+        names = {rows.row_name(record) for record in shipped.load(SHIPPED)}
         assert {f"{label} on h200" for label in labels} & names <= set(held.shapes)
 
 
@@ -888,7 +888,7 @@ class TestCommandOnAGpu:
         monkeypatch.setattr(devices, "uuid", lambda: "0")
         monkeypatch.setattr(gpu_lock, "exclusive", lock)
         monkeypatch.setattr(gpu_lock, "other_processes", lambda gpu: 0)
-        monkeypatch.setattr(retime, "card", card)
+        monkeypatch.setattr(retime, "make_runner", card)
         return factors
 
     def test_all_rows_are_timed(self, slow: dict[str, float], folder: Path) -> None:
@@ -942,7 +942,7 @@ class TestCommandOnAGpu:
             raise TuningError("RuntimeError on the card: no CUDA-capable device is detected")
 
         timer = SimpleNamespace(close=lambda: None)
-        monkeypatch.setattr(retime, "card", lambda problem, limit: timer)
+        monkeypatch.setattr(retime, "make_runner", lambda problem, limit: timer)
         monkeypatch.setattr(retime, "_on", lambda timer, outcome, record, problem: dead(problem))
         found = run("--gpu", status=1)
         assert len(asked) == 3

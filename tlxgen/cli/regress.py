@@ -149,8 +149,8 @@ def _retimed(outcomes: Sequence[Outcome], present: Gpu | None, limit: float, log
                 yield retime.not_tried(outcome)
             else:
                 with log.status(f"on the card, one of {count}: {outcome.row.name}"):
-                    found = retime.retime(outcome, lambda problem: retime.card(problem, limit))
-                failures = failures + 1 if retime.card_failed(found) else 0
+                    found = retime.retime(outcome, lambda problem: retime.make_runner(problem, limit))
+                failures = failures + 1 if retime.gpu_failed(found) else 0
                 yield found
 
 

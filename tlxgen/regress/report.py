@@ -1,4 +1,4 @@
-"""What the gate found: for people, for CI servers (JUnit), for a pull request (Markdown), for programs (JSON)."""
+"""Reports of the gate: JUnit for CI servers, Markdown for pull requests, JSON for programs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from xml.etree import ElementTree as ET
 
 from tlxgen.regress.findings import Finding, Outcome
 
-#: What XML cannot hold, escaped or not (Extensible Markup Language 1.0, production 2).
+#: Characters that XML cannot hold, even escaped (Extensible Markup Language 1.0, production 2).
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
 class Report:
-    """All outcomes, what `--update` has changed, and the GPU that was there."""
+    """All outcomes, changes by `--update`, and the GPU."""
 
     outcomes: tuple[Outcome, ...]
     changes: tuple[str, ...] = ()
-    gpu: str = ""  #: its slug; empty where there was none, or it was left alone
+    gpu: str = ""  #: its slug; empty if none was used
 
     @property
     def green(self) -> bool:
-        """Whether nothing has become worse."""
+        """Whether no row fails the gate."""
         return not any(outcome.red for outcome in self.outcomes)
 
     @property
     def verdict(self) -> str:
-        """All of it in one line."""
+        """The summary in one line."""
         rows = sum(outcome.row.line > 0 for outcome in self.outcomes)
         red = sum(outcome.red for outcome in self.outcomes)
         timed = sum(outcome.retimed is not None for outcome in self.outcomes)
@@ -37,13 +37,13 @@ class Report:
         return f"{rows} rows checked{where}: {f'{red} regressed' if red else 'green'}"
 
     def findings(self) -> Iterator[tuple[Outcome, Finding]]:
-        """Every finding with its row, red ones first."""
+        """All findings with their outcomes, red ones first."""
         pairs = [(outcome, finding) for outcome in self.outcomes for finding in outcome.findings]
         return iter(sorted(pairs, key=lambda pair: not pair[1].red))
 
 
 def times(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str, str, str, str]]:
-    """A line for each row that was timed: name, µs, ratio, stored ratio, margin."""
+    """Of each timed row: name, µs, ratio, stored ratio, margin."""
     for outcome in outcomes:
         t = outcome.retimed
         if t is not None:
@@ -51,7 +51,7 @@ def times(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str, str, str, str
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """For `--json`."""
+    """The content of `--json`."""
     return {
         "green": report.green,
         "rows": sum(outcome.row.line > 0 for outcome in report.outcomes),
@@ -68,7 +68,7 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def to_junit(report: Report) -> str:
-    """JUnit XML: a suite for each file, a test case for each row, and for each row that is missing."""
+    """JUnit XML with a suite per file, and a test case per row, missing rows included."""
     root = ET.Element("testsuites", name="tlxgen regress")
     for file in dict.fromkeys(outcome.row.file for outcome in report.outcomes):
         outcomes = [outcome for outcome in report.outcomes if outcome.row.file == file]
@@ -82,7 +82,7 @@ def to_junit(report: Report) -> str:
 
 def _add_case(suite: ET.Element, outcome: Outcome) -> None:
     row = outcome.row
-    name = f"{row.name} [{row.record.key.id[:8]}]" if row.record else row.name  # one problem, several toolchains
+    name = f"{row.name} [{row.record.key.id[:8]}]" if row.record else row.name  # a problem may have several toolchains
     case = ET.SubElement(
         suite,
         "testcase",
@@ -131,6 +131,6 @@ def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> It
 
 
 def _cell(text: str) -> str:
-    """Text that ends neither cell nor row, and is no HTML; commands between backticks stay as they are."""
+    """Text escaped for a table cell; commands in backticks stay as they are."""
     plain = " ".join(text.split()).replace("|", "\\|")
     return plain if "`" in plain else plain.replace("<", "&lt;").replace("_", "\\_").replace("*", "\\*")

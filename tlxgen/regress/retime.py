@@ -1,4 +1,4 @@
-"""The rows on the card that they were measured on: right results, and the ratio to the library that was stored.
+"""Results and times of rows on the GPU model that they were measured on.
 
 A row is slower if its ratio r to the library's time, the median of the rounds' paired ratios, has
 
@@ -7,22 +7,21 @@ A row is slower if its ratio r to the library's time, the median of the rounds' 
 where R is the stored ratio, f the least fall that counts (2 %), and s and S are the standard errors of r and R. A
 median of n values that scatter by d has the standard error sqrt(π/2) d / sqrt(n) (Kendall and Stuart, The Advanced
 Theory of Statistics, vol. 1; of a normal distribution), and d is the interquartile range / 1.349: for r that of the
-paired ratios, for R the stored spread of the times over the time, which has the card's drift in it and so is rather
-too large.
+paired ratios, for R the stored spread of the times over the time, which includes the GPU's drift and so is rather too
+large.
 
-Rounds of one run are not independent, and cards differ. Hence f; and what looks slower is measured once more, over
-twice the rounds, and that measurement decides.
+Rounds of one run are not independent, and GPUs of one model differ; hence f, and what looks slower is measured once
+more, over twice the rounds, which decides.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable
 
 from tlxgen import ops
-from tlxgen.codegen.emit import KernelSource, emit
+from tlxgen.codegen.emit import emit
 from tlxgen.db.record import TunedRecord
 from tlxgen.devices import Gpu
 from tlxgen.errors import TuningError
@@ -30,137 +29,114 @@ from tlxgen.ops.command_line import command
 from tlxgen.problem import Problem
 from tlxgen.regress.findings import Finding, Outcome, Retimed, Row
 from tlxgen.regress.rows import is_final, tune_again
-from tlxgen.tuner.runner import Runner
-from tlxgen.tuner.timing import timings
 from tlxgen.tuner.measure import PEER, DeviceReport, Verdict
 from tlxgen.tuner.process import ChildDiedError, ChildTimeoutError
+from tlxgen.tuner.runner import Runner
+from tlxgen.tuner.timing import iqr, ratios, timings
 
 _ROUNDS = 31
-_STORED_ROUNDS = 31  # of the final that a row comes from
+_STORED_ROUNDS = 31  #: of the final that a row comes from
 _ERRORS = 3.0
 
-#: A ratio that falls by a smaller part has not fallen: cards of one model differ.
+#: The least fall of a ratio that counts, as a fraction: GPUs of one model differ.
 LEAST_FALL = 0.02
 
-#: Median over mean, as standard errors of a normal distribution; and its quartiles apart, in standard deviations.
+#: Of a normal distribution: standard error of the median over that of the mean, and quartiles in standard deviations.
 _OF_A_MEDIAN = math.sqrt(math.pi / 2)
 _QUARTILES = 1.349
 
-#: A measurement that would not show a fall by so much says nothing.
+#: Margin, relative to the stored ratio, beyond which a measurement cannot show a regression.
 _TOO_NOISY = 0.1
 
 _NAME = "row"
-FREE = "see to the card (`nvidia-smi`, `tlxgen doctor`) and run again"
+_CHECK_GPU = "check the GPU (`nvidia-smi`, `tlxgen doctor`) and run again"
 
 
-class Timer(Protocol):
-    """What is asked of a card: `tlxgen.tuner.runner.Runner`, or a table of recorded times."""
-
-    def setup(self) -> DeviceReport:
-        """Makes inputs and reference."""
-
-    def gate(self, name: str, source: KernelSource) -> Verdict:
-        """Whether a kernel's results are right."""
-
-    def measure(self, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
-        """Microseconds by name, the peer's among them, a value for each round."""
-
-    def close(self) -> None:
-        """Gives the card back."""
-
-
-MakeTimer: TypeAlias = Callable[[Problem], Timer]
-
-
-def card(problem: Problem, limit: float) -> Timer:
-    """The card of this machine, on which a kernel may take so many seconds."""
-    return Runner(problem.operator, problem, seed=2, limit=limit)  # of inputs that tuning has not seen
+def make_runner(problem: Problem, limit: float) -> Runner:
+    """A runner on this machine's GPU, with a limit of seconds per kernel."""
+    return Runner(problem.operator, problem, seed=2, limit=limit)  # other inputs than tuning's, whose seed is 0
 
 
 def is_of(gpu: Gpu | None, row: Row) -> bool:
-    """Whether a row was measured on GPUs like this one."""
+    """Whether a row was measured on this model of GPU."""
     return gpu is not None and row.record is not None and row.record.key.device == gpu.key
 
 
-def retime(outcome: Outcome, make_timer: MakeTimer) -> Outcome:
-    """A sound row with what the card finds."""
+def retime(outcome: Outcome, runner_of: Callable[[Problem], Runner]) -> Outcome:
+    """The outcome of a sound row with the findings on results and times."""
     record = outcome.row.record
     assert record is not None, "only rows that were read are timed"
     problem = ops.get(record.key.operator).problem(record.key.problem)
-    timer = make_timer(problem)
+    runner = runner_of(problem)
     try:
-        return _on(timer, outcome, record, problem)
-    except (TuningError, ChildDiedError, ChildTimeoutError) as error:  # not what the kernel did
-        return outcome.adding(Finding("card", str(error), FREE))
+        return _on(runner, outcome, record, problem)
+    except (TuningError, ChildDiedError, ChildTimeoutError) as error:  # not the kernel's fault
+        return outcome.adding(Finding("card", str(error), _CHECK_GPU))
     finally:
-        timer.close()
+        runner.close()
 
 
-def card_failed(outcome: Outcome) -> bool:
-    """Whether the card did not answer, whatever the kernel."""
-    return any(finding.check == "card" and finding.remedy == FREE for finding in outcome.findings)
+def gpu_failed(outcome: Outcome) -> bool:
+    """Whether the GPU did not answer, independently of the kernel."""
+    return any(finding.check == "card" and finding.remedy == _CHECK_GPU for finding in outcome.findings)
 
 
 def not_tried(outcome: Outcome) -> Outcome:
-    """Of a row for which the card was not asked any more."""
-    return outcome.adding(Finding("card", "not tried: the card did not answer for the rows before", FREE))
+    """The outcome of a row that is skipped because the GPU does not answer."""
+    return outcome.adding(Finding("card", "not tried: the card did not answer for the rows before", _CHECK_GPU))
 
 
-def _on(timer: Timer, outcome: Outcome, record: TunedRecord, problem: Problem) -> Outcome:
-    report = timer.setup()
-    verdict = timer.gate(_NAME, emit(ops.get(record.key.operator), problem, record.config))
+def _on(runner: Runner, outcome: Outcome, record: TunedRecord, problem: Problem) -> Outcome:
+    report = runner.setup()
+    verdict = runner.gate(_NAME, emit(ops.get(record.key.operator), problem, record.config))
     if verdict.status != "ok":
         return outcome.adding(_refused(verdict, problem, record))
     stored = record.ratio
     if stored is None or not is_final(record):
         return outcome
-    found = _measured(timer, record, stored, _ROUNDS)
+    found = _measured(runner, record, stored, _ROUNDS)
     if found is not None and found.slower:
-        found = _measured(timer, record, stored, 2 * _ROUNDS)
+        found = _measured(runner, record, stored, 2 * _ROUNDS)
     if found is None:
         what = "the kernel passed the gate and did not survive repeated launches"
-        return outcome.adding(Finding("card", what, _check_it(problem, record)))
+        return outcome.adding(Finding("card", what, _check_kernel(problem, record)))
     if found.slower:
         return outcome.adding(_slower(found, record, report), retimed=found)
     if found.margin > _TOO_NOISY * stored:
         what = f"the times scatter too much to see a fall of less than {found.margin / stored:.0%}"
-        return outcome.adding(Finding("time", what, FREE, red=False), retimed=found)
+        return outcome.adding(Finding("time", what, _CHECK_GPU, red=False), retimed=found)
     return outcome.adding(retimed=found)
 
 
-def _measured(timer: Timer, record: TunedRecord, stored: float, rounds: int) -> Retimed | None:
-    """One interleaved measurement; None if the kernel did not survive it."""
-    samples = timer.measure([_NAME], rounds)
+def _measured(runner: Runner, record: TunedRecord, stored: float, rounds: int) -> Retimed | None:
+    """One interleaved measurement; None if the kernel failed in it."""
+    samples = runner.measure([_NAME], rounds)
     timing = timings(samples).get(_NAME)
     if timing is None:
         return None
-    ratios = [b / a for a, b in zip(samples[_NAME], samples[PEER], strict=True)]
-    now = _standard_error(_quartile_range(ratios), rounds)
+    paired = ratios(samples[_NAME], samples[PEER])
+    now = _standard_error(iqr(paired), rounds)
     then = stored * _standard_error(record.spread_us / record.time_us, _STORED_ROUNDS)
     margin = max(LEAST_FALL * stored, _ERRORS * math.hypot(now, then))
-    return Retimed(timing.time_us, timing.peer_us, statistics.median(ratios), stored, margin, rounds)
+    return Retimed(timing.time_us, timing.peer_us, statistics.median(paired), stored, margin, rounds)
 
 
 def _standard_error(quartile_range: float, rounds: int) -> float:
-    """Of the median of so many values."""
+    """Of the median of `rounds` values."""
     return _OF_A_MEDIAN * quartile_range / _QUARTILES / math.sqrt(rounds)
-
-
-def _quartile_range(values: Sequence[float]) -> float:
-    first, _, third = statistics.quantiles(values, n=4)
-    return third - first
 
 
 def _refused(verdict: Verdict, problem: Problem, record: TunedRecord) -> Finding:
     numerics = verdict.status in {"wrong_result", "unstable_result"}
     what = f"{verdict.status}: {' '.join(verdict.message.split())}"
-    kernels_doing = numerics or verdict.status in {"hang", "launch_failed"}
-    return Finding("numerics" if numerics else "card", what, _check_it(problem, record) if kernels_doing else FREE)
+    by_kernel = numerics or verdict.status in {"hang", "launch_failed"}
+    remedy = _check_kernel(problem, record) if by_kernel else _CHECK_GPU
+    return Finding("numerics" if numerics else "card", what, remedy)
 
 
-def _check_it(problem: Problem, record: TunedRecord) -> str:
-    look = f"{command('check', problem)} --config '{record.config.short}'"
-    return f"take the row out until it is mended; `{look}` simulates the kernel"
+def _check_kernel(problem: Problem, record: TunedRecord) -> str:
+    check = f"{command('check', problem)} --config '{record.config.short}'"
+    return f"take the row out until it is mended; `{check}` simulates the kernel"
 
 
 def _slower(found: Retimed, record: TunedRecord, report: DeviceReport) -> Finding:
