@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import sqlite3
-import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -217,7 +216,7 @@ def one_stale_row(monkeypatch: pytest.MonkeyPatch) -> TunedRecord:
     def why_stale(record: TunedRecord) -> str | None:
         return "tuned with fbtriton 3.7.4" if record == stale else None
 
-    monkeypatch.setitem(sys.modules, "tlxgen.db.validity", SimpleNamespace(why_stale=why_stale))
+    monkeypatch.setattr("tlxgen.db.validity.why_stale", why_stale)
     return stale
 
 

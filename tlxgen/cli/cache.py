@@ -1,13 +1,13 @@
-"""`tlxgen cache`: look into the database of tuned configs, carry it to other machines and keep it tidy.
+"""`tlxgen cache`: list, show, export, import, merge and prune tuned configs.
 
-Results go to stdout, remarks to stderr, so that every command can stand in a pipe. Commands that change the database
-refuse one that cannot be written; the others make do with what can be read.
+Results go to stdout, remarks to stderr. Commands that change the database refuse one that cannot be written; the others
+use what can be read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,13 +23,13 @@ from tlxgen.errors import CacheError
 
 app = typer.Typer(help="Tuned configs: list, show, export, import, merge, prune.", no_args_is_help=True)
 
-#: As many hex digits of a key as a table shows; any unique beginning names a row.
+#: Hex digits of a key in tables; any unique beginning names a row.
 _SHORT_ID = 12
 _SQLITE_MAGIC = b"SQLite format 3\0"
 
 
 class PolicyName(str, Enum):
-    """Which row stays where two have the same key."""
+    """Which row stays if two have the same key."""
 
     faster = "faster"
     newer = "newer"
@@ -37,7 +37,7 @@ class PolicyName(str, Enum):
 
 
 class CacheInputError(CacheError, ValueError):
-    """A key or file on the command line that does not exist."""
+    """Invalid key or file on the command line."""
 
     exit_code = 2
 
@@ -58,7 +58,7 @@ PolicyOption = Annotated[
 @app.command("list")
 def list_rows(operator: OperatorOption = None, gpu: GpuOption = None, as_json: JsonOption = False) -> None:
     """List the tuned configs."""
-    with _reading() as store:
+    with _open() as store:
         records = store.records(operator, gpu)
     if as_json:
         typer.echo(_json([_summary(record) for record in records]))
@@ -78,7 +78,7 @@ def list_rows(operator: OperatorOption = None, gpu: GpuOption = None, as_json: J
 @app.command("show")
 def show(key: Annotated[str, typer.Argument(help="Key of the row, or a unique beginning of it.")]) -> None:
     """Show one row in full, as JSON."""
-    with _reading() as store:
+    with _open() as store:
         matches = [record for record in store.records() if record.key.id.startswith(key.lower())]
         defective = {key_id: why for key_id, why in store.defective().items() if key_id.startswith(key.lower())}
     if len(matches) + len(defective) > 1:
@@ -99,7 +99,7 @@ def export(
     operator: OperatorOption = None,
 ) -> None:
     """Write tuned configs to a file of sorted JSON lines."""
-    with _reading() as store:
+    with _open() as store:
         records = store.records(operator, gpu)
     if not records:
         raise CacheInputError(f"no tuned config of {store.location} matches; `tlxgen cache list` shows what there is")
@@ -133,7 +133,7 @@ def prune(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove rows that are marked bad or cannot be read, with the trials behind them."""
-    with _writing() as store:
+    with _open(read_only_ok=False) as store:
         doomed = store.defective()
         if stale:
             doomed |= {record.key.id: why for record, why in _stale(store.records())}
@@ -147,7 +147,7 @@ def prune(
 @app.command("stale")
 def stale_rows(as_json: JsonOption = False) -> None:
     """List rows that wait for re-tuning: of another toolchain, or of code that has changed."""
-    with _reading() as store:
+    with _open() as store:
         found = _stale(store.records())
     if as_json:
         typer.echo(_json([{**_summary(record), "stale": why} for record, why in found]))
@@ -165,7 +165,7 @@ def stale_rows(as_json: JsonOption = False) -> None:
 @app.command("untuned")
 def untuned(as_json: JsonOption = False) -> None:
     """List problems that programs asked for and that are not tuned, most wanted first."""
-    with _reading() as store:
+    with _open() as store:
         wanted = store.untuned()
     if as_json:
         typer.echo(_json([{**key.model_dump(mode="json"), "count": count} for key, count in wanted]))
@@ -188,14 +188,8 @@ def path() -> None:
         raise CacheInputError(f"TLXGEN_CACHE names no place: {error}; give it an absolute path") from error
 
 
-def _reading() -> Store:
-    store = Store.open()
-    shipped.import_shipped(store)
-    return store
-
-
-def _writing() -> Store:
-    store = Store.open(read_only_ok=False)
+def _open(read_only_ok: bool = True) -> Store:
+    store = Store.open(read_only_ok=read_only_ok)
     shipped.import_shipped(store)
     return store
 
@@ -203,23 +197,19 @@ def _writing() -> Store:
 def _merge(files: Iterable[Path], policy: PolicyName) -> None:
     found = [_rows_of(file) for file in files]
     records = [record for rows, _ in found for record in rows]
-    with _writing() as store:
+    with _open(read_only_ok=False) as store:
         stored = store.merge(records, policy.value, source="user")
     refused = [reason for _, reasons in found for reason in reasons]
     for reason in refused:
         _remark(reason)
-    told = f"{stored} of {len(records)} rows taken over into {store.location} (policy {policy.value})"
-    typer.echo(f"{told}; {len(refused)} lines refused" if refused else told)
+    done = f"{stored} of {len(records)} rows taken over into {store.location} (policy {policy.value})"
+    typer.echo(f"{done}; {len(refused)} lines refused" if refused else done)
     if refused:
         raise typer.Exit(1)
 
 
 def _rows_of(file: Path) -> tuple[list[TunedRecord], list[str]]:
-    """The rows of a database or a JSON-lines file, told apart by content: either may have any name.
-
-    Returns:
-        The rows, and of each line that holds none its number and why.
-    """
+    """The rows of a database or a JSON-lines file, told apart by content, and why the other lines are refused."""
     try:
         with file.open("rb") as stream:
             is_database = stream.read(len(_SQLITE_MAGIC)) == _SQLITE_MAGIC
@@ -238,8 +228,7 @@ def _rows_of(file: Path) -> tuple[list[TunedRecord], list[str]]:
 def _stale(records: Iterable[TunedRecord]) -> list[tuple[TunedRecord, str]]:
     from tlxgen.db.validity import why_stale
 
-    is_stale: Callable[[TunedRecord], str | None] = why_stale
-    return [(record, why) for record in records if (why := is_stale(record)) is not None]
+    return [(record, why) for record in records if (why := why_stale(record)) is not None]
 
 
 def _summary(record: TunedRecord) -> dict[str, Any]:
@@ -252,11 +241,11 @@ def _summary(record: TunedRecord) -> dict[str, Any]:
 
 
 def _problem(key: TuningKey) -> str:
-    """The problem in the words of the command line, or field by field where this version does not know it."""
+    """The problem as on the command line; field by field if this version does not know it."""
     try:
         problem = ops.get(key.operator).problem_type.model_validate(key.problem)
         return str(problem.label).removeprefix(f"{key.operator} ")
-    except ValueError:  # no such operator, or other fields than today's
+    except ValueError:  # unknown operator or fields
         pass
     return " ".join(f"{name}={value}" for name, value in key.problem.items())
 

@@ -1,4 +1,4 @@
-"""`tlxgen check`: is a kernel free of deadlocks and races? Needs no GPU."""
+"""`tlxgen check`: simulates a kernel on the CPU and reports deadlocks, races and wrong results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_source(
 
     Raises:
         OutputError: the timeline cannot be written.
-        typer.Exit: with status 1, something was found.
+        typer.Exit: with status 1, there are findings.
     """
     from tlxgen.simulator.check import check
 
@@ -44,11 +44,11 @@ def run_source(
 
 
 def run_file(path: Path, entry: str | None, *, schedules: int, seed: int, timeline: Path | None, as_json: bool) -> None:
-    """Checks a file: one that tlxgen emitted (edited or not), or any other through a function of it.
+    """Checks a file that tlxgen emitted (edited or not), or any other through its function `entry`.
 
     Raises:
-        InvalidProblemError: the file cannot be read, or says neither what it computes nor what to call.
-        typer.Exit: with status 1, something was found.
+        InvalidProblemError: the file cannot be read, or has neither a header of tlxgen nor an `entry`.
+        typer.Exit: with status 1, there are findings.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -67,10 +67,10 @@ def run_file(path: Path, entry: str | None, *, schedules: int, seed: int, timeli
 
 
 def read_back(path: Path, text: str) -> KernelSource:
-    """The problem and config that an emitted file names in its header, with the file's own text.
+    """The problem and config in the header of an emitted file, with the file's own text.
 
     Raises:
-        InvalidProblemError: there is no such header, or it makes no sense.
+        InvalidProblemError: there is no such header, or it is invalid.
     """
     from tlxgen.codegen.emit import KernelSource
 
@@ -85,7 +85,7 @@ def read_back(path: Path, text: str) -> KernelSource:
         problem: Problem = ops.get(header["problem"][0]).problem_type.from_label(" ".join(header["problem"]))
         config = absent.completed(Config.from_short(" ".join([header["template"][0], *header["config"]])))
     except (TlxgenError, LookupError) as error:
-        raise InvalidProblemError(f"{path}: its header makes no sense: {error}") from None
+        raise InvalidProblemError(f"{path}: its header is invalid: {error}") from None
     return KernelSource(problem.operator, problem, config, text)
 
 

@@ -1,4 +1,4 @@
-"""`tlxgen regress`: do tuned configs still hold? The gate of a CI server; a GPU is used where there is one."""
+"""`tlxgen regress`: the regression gate on tuned configs; uses a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ from tlxgen.tuner.runner import LIMIT_S
 if TYPE_CHECKING:
     from rich.console import Console
 
-
-#: Rows for which the card does not answer, one after the other, after which it is asked no more: each may take minutes.
+#: Consecutive rows without an answer of the GPU after which the others are skipped: each may take minutes.
 _GIVEN_UP = 3
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What is written beside what is printed."""
+    """Reports beside the printed one."""
 
     junit: Path | None = None
     markdown: Path | None = None
@@ -52,23 +51,23 @@ def run(
     log: Console,
     limit: float = LIMIT_S,
 ) -> None:
-    """Checks all rows of the files, by default of those that come with tlxgen, and reports.
+    """Checks all rows of the files, by default of the shipped ones, and reports.
 
     Args:
         files: JSON lines, as `tlxgen cache export` writes them.
-        outputs: where else to report.
-        update: make the ratchets say what is true now.
-        suites: folder of suites whose shapes must keep their rows; by default those that come with tlxgen.
-        gpu: True to fail without a GPU to time rows on, False to leave it alone.
-        workers: compilers at once; one a core by default.
+        outputs: further reports.
+        update: whether to update the ratchets.
+        suites: folder of suites whose shapes must keep their rows; by default the shipped ones.
+        gpu: True to fail without a GPU of the rows' model, False to use none.
+        workers: parallel compilers; one per core by default.
         log: for progress and remarks.
         limit: seconds on the GPU after which a kernel counts as hung.
 
     Raises:
         CacheInputError: a file cannot be read.
         OutputError: a file cannot be written.
-        UnsupportedDeviceError: `gpu` is True, and no GPU of the rows' model is here.
-        typer.Exit: with status 1, something has become worse.
+        UnsupportedDeviceError: `gpu` is True, and there is no GPU of the rows' model.
+        typer.Exit: with status 1, a row fails the gate.
     """
     require_tlx()
     with _bad_input():
@@ -86,8 +85,11 @@ def run(
     changes: list[str] = []
     if update:
         for file, found in by_file.items():
-            before[file], told = _updated(file, before[file], found, labels)
-            changes += told
+            after, made = ratchet.updated(before[file], found, labels)
+            if after != before[file]:
+                ratchet.dump(after, ratchet.path_of(file))
+            before[file] = after
+            changes += made
     compared = [
         o for file, found in by_file.items() for o in ratchet.compare(before[file], file, found, required=not files)
     ]
@@ -96,14 +98,14 @@ def run(
 
 
 def shipped_files() -> list[Path]:
-    """The files that come with tlxgen; one that is gone is named by the ratchet that it has left behind.
+    """The shipped files; a deleted one is included if its ratchet remains.
 
     Raises:
         CacheInputError: there is none.
     """
     folder = paths.SHIPPED_CACHE
-    left = [path.with_name(path.name.replace(".ratchet.json", ".jsonl")) for path in folder.glob("*.ratchet.json")]
-    found = sorted({*folder.glob("*.jsonl"), *left})
+    of_ratchets = (path.name.replace(".ratchet.json", ".jsonl") for path in folder.glob("*.ratchet.json"))
+    found = sorted({*folder.glob("*.jsonl"), *(folder / name for name in of_ratchets)})
     if not found:
         raise CacheInputError(f"{folder} has no file of tuned configs; name one with --cache")
     return found
@@ -111,7 +113,7 @@ def shipped_files() -> list[Path]:
 
 @contextmanager
 def _bad_input() -> Iterator[None]:
-    """What cannot be read is the caller's to put right: exit status 2."""
+    """Turns errors of reading into bad input, which has exit status 2."""
     try:
         yield
     except CacheInputError:
@@ -120,17 +122,8 @@ def _bad_input() -> Iterator[None]:
         raise CacheInputError(str(error)) from error
 
 
-def _updated(
-    file: Path, before: ratchet.Ratchet | None, outcomes: Sequence[Outcome], labels: set[str]
-) -> tuple[ratchet.Ratchet, list[str]]:
-    after, changes = ratchet.updated(before, outcomes, labels)
-    if after != before:
-        ratchet.dump(after, ratchet.path_of(file))
-    return after, changes
-
-
 def _retimed(outcomes: Sequence[Outcome], present: Gpu | None, limit: float, log: Console) -> Iterator[Outcome]:
-    """The outcomes, those of sound rows of this GPU's model with what the card finds."""
+    """The outcomes; sound rows of this GPU's model are checked and timed on it."""
     count = sum(_can_be_timed(outcome, present) for outcome in outcomes)
     if not count:
         yield from outcomes
@@ -138,10 +131,9 @@ def _retimed(outcomes: Sequence[Outcome], present: Gpu | None, limit: float, log
     with gpu_lock.exclusive(devices.uuid(), log.print):
         busy = gpu_lock.other_processes(devices.uuid())
         if busy:
-            log.print(
-                f"warning: {busy} other process(es) compute on this GPU; times will be unreliable", soft_wrap=True
-            )
-        failures = 0  # one after the other
+            what = f"{busy} other process(es) compute on this GPU; times will be unreliable"
+            log.print(f"warning: {what}", soft_wrap=True)
+        failures = 0  # consecutive
         for outcome in outcomes:
             if not _can_be_timed(outcome, present):
                 yield outcome
@@ -159,10 +151,15 @@ def _can_be_timed(outcome: Outcome, present: Gpu | None) -> bool:
 
 
 def _report(found: report.Report, outputs: Outputs) -> None:
-    if outputs.junit:
-        _write(outputs.junit, report.to_junit(found), "--junit")
-    if outputs.markdown:
-        _write(outputs.markdown, report.to_markdown(found), "--markdown")
+    for option, path, text in (
+        ("--junit", outputs.junit, report.to_junit),
+        ("--markdown", outputs.markdown, report.to_markdown),
+    ):
+        if path is not None:
+            try:
+                path.write_text(text(found), encoding="utf-8")
+            except OSError as error:
+                raise OutputError(f"{option} {path}: {error.strerror}") from None
     if outputs.as_json:
         typer.echo(json.dumps(report.to_json(found)))
     else:
@@ -171,15 +168,8 @@ def _report(found: report.Report, outputs: Outputs) -> None:
         raise typer.Exit(1)
 
 
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{option} {path}: {error.strerror}") from None
-
-
 def _show(found: Report) -> None:
-    """Prints tables of findings and times, then what to do about each finding, then the verdict."""
+    """Prints tables of times and findings, the remedies, and the verdict."""
     findings = list(found.findings())
     if any(outcome.retimed for outcome in found.outcomes):
         table = tables.empty("timed", "µs", "ratio", "stored", "margin")
@@ -193,7 +183,7 @@ def _show(found: Report) -> None:
             table.add_row(outcome.row.place, outcome.row.name, check, finding.what)
         tables.show(table)
         typer.echo("\nWhat to do")
-    for outcome, finding in findings:  # not in the table: a command that is copied from here must stay in one piece
+    for outcome, finding in findings:  # not in the table, so that a command can be copied
         typer.echo(f"  {outcome.row.place} {finding.check}: {finding.remedy}")
     for change in found.changes:
         typer.echo(f"updated: {change}")

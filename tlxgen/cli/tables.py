@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-#: Columns of numbers, which stand to the right.
+#: Columns of numbers, which are right-aligned.
 _NUMBERS = {"µs", "count", "ratio", "stored", "margin"}
 
 
@@ -18,7 +18,7 @@ def empty(*columns: str) -> Table:
 
 
 def show(table: Table) -> None:
-    """Into a pipe, as wide as the rows need: folded cells are for eyes, whole lines for `grep`."""
+    """Prints a table; into a pipe without folding, so that `grep` finds whole lines."""
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = max(80, console.measure(table, options=console.options.update(max_width=10_000)).maximum)

@@ -259,6 +259,9 @@ def _bar(problem: Problem, log: Console) -> Iterator[Callable[[State], None]]:
         yield update
 
 
+_SHOWN = {"origin", "config", "time_us", "spread_us", "peer", "peer_us", "error", "error_peer"}
+
+
 def as_dict(result: TuneResult) -> dict[str, Any]:
     """The result for `--json`."""
     record, state = result.record, result.state
@@ -267,15 +270,8 @@ def as_dict(result: TuneResult) -> dict[str, Any]:
         "problem": record.key.problem,
         "device": record.key.device.model_dump(),
         "toolchain": record.key.toolchain,
-        "origin": record.origin,
-        "config": record.config.model_dump(),
-        "time_us": record.time_us,
-        "spread_us": record.spread_us,
-        "peer": record.peer,
-        "peer_us": record.peer_us,
         "ratio": record.ratio,
-        "error": record.error,
-        "error_peer": record.error_peer,
+        **record.model_dump(include=_SHOWN),
         "stored": result.stored,
         "legal": state.legal,
         "tried": state.tried,

@@ -1,8 +1,4 @@
-"""Searches over a finite list of legal configs: what to try next, given what was measured.
-
-A search proposes configs and hears how they did; it never proposes one twice, so a list ends. Candidates come best
-first by the analytic model, and the first few are proposed as they come; then a sampler learns from the measurements.
-"""
+"""Searches over a finite list of legal configs, best first by the analytic model: exhaustive, random, or by Optuna."""
 
 from __future__ import annotations
 
@@ -26,21 +22,21 @@ if TYPE_CHECKING:
 #: Names that `make_search` takes, the default first.
 SEARCHES = ("tpe", "random", "exhaustive", "qmc", "gp")
 
-#: Spaces of at most this many configs are tried in full: a sampler has learnt too little by then to save much.
+#: Spaces of at most this many configs are tried in full: a sampler has learnt too little by then to save trials.
 SMALL_SPACE = 64
 
 
 class Search(Protocol):
-    """Proposes configs, none of them twice, and learns from their times."""
+    """Proposes configs, none twice, and learns from their times."""
 
     def propose(self, n: int) -> list[Config]:
-        """Up to `n` configs that were neither proposed nor observed before; fewer when the list is used up."""
+        """Up to `n` configs that were neither proposed nor observed before; fewer if the list is used up."""
 
     def observe(self, config: Config, time_us: float | None) -> None:
-        """Takes the time of a config in microseconds, or None for one that failed.
+        """Takes the time of a config in microseconds, or None for a failure.
 
-        The config need not have been proposed: measurements of an earlier run are observed first, and are not repeated.
-        Those of configs that are no candidates (any more) are ignored, and so is a second one of the same config.
+        The config need not have been proposed: times of an earlier run are observed first. Configs that are not in the
+        list, and second times of one config, are ignored.
 
         Raises:
             ValueError: the time is not positive and finite.
@@ -52,7 +48,7 @@ def make_search(name: str, candidates: Sequence[Config], seed: int) -> Search:
 
     Args:
         name: `tpe` (tree-structured Parzen estimators), `gp` (Gaussian process), `qmc` (Sobol points), `random`
-            (uniform without repetition: the baseline, blind to the candidates' order) or `exhaustive` (in order).
+            (uniform without repetition; ignores the order of candidates) or `exhaustive` (in order).
         candidates: the legal configs, best first by the analytic model.
         seed: equal seeds and equal measurements give equal proposals.
 
@@ -69,7 +65,7 @@ def make_search(name: str, candidates: Sequence[Config], seed: int) -> Search:
 
 
 def effective_sampler(name: str, n_candidates: int, trials: int | None = None, small: int = SMALL_SPACE) -> str:
-    """The search to use: `exhaustive` where the space is small, or where the budget covers it anyway.
+    """The name of the search to use: `exhaustive` if the space is small, or if the budget covers it.
 
     >>> effective_sampler("tpe", 48), effective_sampler("gp", 200, trials=300), effective_sampler("gp", 900, trials=99)
     ('exhaustive', 'exhaustive', 'gp')
@@ -79,9 +75,9 @@ def effective_sampler(name: str, n_candidates: int, trials: int | None = None, s
 
 
 def default_warm(n_candidates: int) -> int:
-    """How many candidates to take from the analytic model before the sampler takes over.
+    """How many of the model's best candidates are proposed before the sampler takes over.
 
-    A tenth of them, at least 8 for the sampler to learn from, and at most 32: in a space of thousands a tenth would be
+    A tenth of all, at least 8 for the sampler to learn from, and at most 32: in a space of thousands a tenth would be
     the whole budget.
     """
     return min(max(8, n_candidates // 10), 32)
@@ -109,16 +105,15 @@ class ExhaustiveSearch:
 class OptunaSearch:
     """Optuna's samplers over a finite list.
 
-    Optuna's own way falls short of a list of configs on three counts: the choices of a parameter may not change within
-    a study, points are suggested again, and illegal points waste trials. So the study sees the superset of the values
-    in the list, whatever the template; a suggested point is moved to the nearest legal config that is still untried;
-    and the study is told that config, for the sampler to learn from what really ran.
+    Optuna fixes the choices of a parameter for the whole study, suggests points again, and suggests illegal points. So
+    the study has the values of all templates; a suggested point is moved to the nearest untried candidate, and the
+    study is told that candidate's point.
 
     Args:
         candidates: the legal configs, best first by the analytic model.
         sampler: `tpe`, `qmc` or `gp`.
         seed: of the sampler.
-        warm: so many candidates are proposed in their order before the sampler takes over.
+        warm: number of candidates that are proposed in order before the sampler takes over.
 
     Raises:
         InvalidConfigError: no sampler has that name.
@@ -157,26 +152,26 @@ class OptunaSearch:
         if index is None or not (self._untried[index] or index in self._running):
             return
         trial = self._running.pop(index, None) or self._start(index)
-        # A failure is a violated constraint, not Optuna's FAIL: samplers skip failed trials and would come back to the
-        # spot. TPE ranks violations behind all that ran, and GP models where they lie. The objective of a failed trial
-        # is the worst time so far, for it must have one.
+        # A failure is a violated constraint, not Optuna's FAIL: samplers skip failed trials and would suggest their
+        # neighbourhood again. TPE ranks violations last, GP models their region. Their objective is the worst time so
+        # far, since they must have one.
         trial.set_constraint("failed", float(time_us is None))
         self._study.tell(trial, max(self._values, default=0.0) if time_us is None else self._value(time_us))
 
     def _value(self, time_us: float) -> float:
-        """What the sampler minimises: a logarithm, so that twice as slow is as far from the best at any scale."""
+        """The objective: a logarithm, so that it depends on ratios of times only."""
         if not self._values:
             self._first_us = time_us
         self._values.append(math.log(time_us / self._first_us))
         return self._values[-1]
 
     def _next(self) -> int:
-        """The untried candidate to propose: the analytic model's, then the sampler's."""
+        """Index of the untried candidate to propose: one of the model's best, then the sampler's choice."""
         warm = np.flatnonzero(self._untried[: self._warm])
         if warm.size:
             return int(warm[0])
         if self._learns and not self._values:
-            # Nothing has run yet. A sampler would take the first failures for the best it knows and stay beside them.
+            # No time yet: a sampler would take the first failures for the best points and stay near them.
             return self._random.choice(np.flatnonzero(self._untried).tolist())
         return self._grid.nearest(self._suggest(), self._untried)
 
@@ -186,13 +181,13 @@ class OptunaSearch:
 
         with _one_torch_thread() if self._uses_torch else nullcontext():
             trial = self._study.ask(self._distributions)
-        self._study.tell(trial, state=TrialState.FAIL)  # it does not run as suggested; samplers skip failed trials
+        self._study.tell(trial, state=TrialState.FAIL)  # not run as suggested; samplers skip failed trials
         return [trial.params[axis.name] for axis in self._grid.axes]
 
     def _start(self, index: int) -> optuna.Trial:
-        """A running trial at a candidate: until it is told, TPE and GP keep away from it (constant liar)."""
+        """A running trial at a candidate; TPE and GP avoid it until it is told (constant liar)."""
         self._untried[index] = False
-        # A parameter that the candidate's template lacks takes a random rank, so that no value is credited for it.
+        # A parameter that the template lacks gets a random rank, so that the sampler learns nothing about it.
         draw = random.Random(f"{self._seed} {self._candidates[index].id}")  # noqa: S311 - no secret
         point = {}
         for axis, rank in zip(self._grid.axes, self._grid.ranks[index].tolist(), strict=True):
@@ -203,21 +198,21 @@ class OptunaSearch:
 
 @dataclass(frozen=True)
 class _Axis:
-    """One parameter, shared by name between templates; its values over all candidates."""
+    """One parameter, shared by name between templates, with its values in all candidates."""
 
     name: str
     values: tuple[Value, ...]
-    ordered: bool  #: integers, ascending: distances between ranks mean something
+    ordered: bool  #: integers in ascending order, so that ranks have distances
 
 
-#: Name of the axis of templates. No parameter can have it, for it is not an identifier.
+#: Name of the axis of templates; no identifier, so that no parameter has it.
 _TEMPLATE = "<template>"
 _ABSENT = -1
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """The candidates as ranks: one row each, one column an axis, `_ABSENT` where a template lacks the parameter."""
+    """Ranks of the candidates' values: a row per candidate, a column per axis, `_ABSENT` if the template lacks it."""
 
     axes: list[_Axis]
     ranks: np.ndarray[Any, np.dtype[np.int64]]
@@ -239,10 +234,10 @@ class _Grid:
         return cls(axes, ranks)
 
     def nearest(self, point: Sequence[int], allowed: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
-        """The allowed candidate nearest to a point; of equals, the first: the analytic model's preference.
+        """Index of the allowed candidate nearest to a point; of equals, the first, which the analytic model prefers.
 
-        Along an axis of ordered integers the distance is that of the ranks over the axis' length, along others 0 or 1.
-        Another template is farther away than any config of the same one: its parameters mean other things.
+        Along an ordered axis the distance is that of the ranks over the axis' length, along others 0 or 1. Configs of
+        another template are farther away than all of the same template.
         """
         distance = np.zeros(len(self.ranks))
         for column, (axis, rank) in enumerate(zip(self.axes, point, strict=True)):
@@ -257,7 +252,7 @@ class _Grid:
 
 
 def _axis(name: str, values: Sequence[Value]) -> _Axis:
-    distinct = {(type(value), value): value for value in values}.values()  # True and 1 stay apart
+    distinct = {(type(value), value): value for value in values}.values()  # True is not 1
     numbers = [value for value in distinct if type(value) is int]
     if len(numbers) == len(distinct):
         return _Axis(name, tuple(sorted(numbers)), ordered=True)
@@ -265,7 +260,7 @@ def _axis(name: str, values: Sequence[Value]) -> _Axis:
 
 
 def _distributions(axes: Sequence[_Axis]) -> dict[str, optuna.distributions.BaseDistribution]:
-    """Ranks in place of values: evenly spaced for the sampler, and free of Optuna's rules on types of choices."""
+    """Distributions of ranks: evenly spaced, and without Optuna's restrictions on types of choices."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     return {
@@ -281,7 +276,7 @@ _NEEDS = {"tpe": ("optuna",), "qmc": ("optuna", "scipy"), "gp": ("optuna", "scip
 
 
 def _make_study(sampler: str, seed: int) -> optuna.Study:
-    """An in-memory study; times are kept by the caller's database, not by Optuna's."""
+    """A study in memory: the caller's database keeps the times."""
     if sampler not in _NEEDS:
         raise InvalidConfigError(f"search {sampler!r} is not known; use one of {', '.join(SEARCHES)}")
     try:
@@ -301,13 +296,13 @@ def _make_study(sampler: str, seed: int) -> optuna.Study:
         "gp": lambda: optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False),
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # QMC; our pin on Optuna answers for it
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # QMC; Optuna's version is pinned
         return optuna.create_study(direction="minimize", sampler=make[sampler]())
 
 
 @contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """GP's matrices are small, and the compilers keep the cores busy: torch's threads would wait for each other."""
+    """Limits torch to one thread: GP's matrices are small, and the compilers keep the cores busy."""
     import torch
 
     threads = torch.get_num_threads()
