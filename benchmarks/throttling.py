@@ -130,13 +130,13 @@ def samples(session: Session, names: list[str], order: Order, wait: bool) -> dic
     rounds = []
     for turn in range(ROUNDS):
         if wait or turn == 0:
-            session.replay(PEER)
-        rounds.append({name: session.replay(name) for name in order(names, turn)})
+            session.candidates[PEER].replay()
+        rounds.append({name: session.candidates[name].replay() for name in order(names, turn)})
         if wait:
-            session.replay(PEER)
+            session.candidates[PEER].replay()
             torch.cuda.synchronize()
     torch.cuda.synchronize()
-    return {name: [session.sample_us(name, one[name]) for one in rounds] for name in names}
+    return {name: [session.candidates[name].sample_us(one[name]) for one in rounds] for name in names}
 
 
 if __name__ == "__main__":

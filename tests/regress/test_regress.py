@@ -602,7 +602,7 @@ class TestCard:
         """Ratios 1 to 31 in hundredths: an interquartile range of 0.16."""
         spread = GEMM.model_copy(update={"spread_us": 0.1 * GEMM.time_us})
         times = [100.0 / (1 + i / 100) for i in range(31)]
-        card = SimpleNamespace(measure=lambda names, rounds: {"row": times, "peer": [100.0] * 31})
+        card: Any = SimpleNamespace(measure=lambda names, rounds: {"row": times, "peer": [100.0] * 31})
         found = retime._measured(card, spread, 1.0, 31)
         assert found is not None
         error = 1.2533 / 1.349 / 31**0.5

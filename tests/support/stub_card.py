@@ -265,16 +265,15 @@ class _Launcher:
         self.module.run(*args)
 
 
-def _capture(session: measure.Session, candidate: Any) -> None:
+def _capture(candidate: Any, sets: int) -> None:
     """A list of calls in place of a CUDA graph."""
     candidate.launches = 2
 
     def replay() -> None:
-        for i in range(2):
-            if candidate.library is not None:
+        for call in candidate.calls[:2]:
+            call()
+            if call.func is not measure._launch:
                 gpu.spend(CPU_PEER_US)
-            else:
-                measure._launch(candidate, i)
 
     candidate.graph = SimpleNamespace(replay=replay)
 
@@ -290,7 +289,7 @@ def install_cpu(patch: Callable[[Any, str, Any], None]) -> None:
     patch(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     patch(launch, "Launcher", _Launcher)
     patch(measure, "_DEVICE", "cpu")
-    patch(measure, "_capture", _capture)
+    patch(measure._Candidate, "capture", _capture)
     patch(measure, "_WARM_UP_S", 0.0)
     patch(devices, "detect", lambda *_: replace(devices.target("h200"), l2_bytes=0))
 

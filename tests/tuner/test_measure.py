@@ -167,7 +167,7 @@ def order_of(names: list[str], times: dict[str, float], seed: int, monkeypatch: 
     session = Session(*[None] * 10)  # type: ignore[arg-type]
     for name, time_us in {**times, PEER: 100.0}.items():
         graph = SimpleNamespace(replay=lambda us=time_us: stub_card.gpu.spend(us * rng.gauss(1.0, 0.003)))
-        session.candidates[name] = SimpleNamespace(graph=graph, launches=1)  # type: ignore[assignment]
+        session.candidates[name] = measure._Candidate([], graph=graph, launches=1)
     monkeypatch.setattr(Session, "current", lambda: session)
     found = timings(Measure(tuple(names), 31)())
     return sorted(found, key=lambda name: found[name].time_us)
@@ -179,7 +179,6 @@ def test_the_order_of_candidates_does_not_change_the_top_three(seed: int, monkey
     from tests.support.recorded import table
 
     stub_card.install_cpu(monkeypatch.setattr)
-    monkeypatch.setattr(measure, "_capture", lambda *_: None)
     recorded = sorted(table((4096, 4096, 4096))[0].values())
     times: dict[str, float] = {}
     for time_us in recorded:

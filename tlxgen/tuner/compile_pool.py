@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 from tlxgen.codegen.compile import Binary, compile_candidate
 from tlxgen.codegen.emit import KernelSource
@@ -16,10 +14,6 @@ from tlxgen.devices import Gpu
 from tlxgen.errors import CompileError
 from tlxgen.simulator.verdicts import why_unsafe
 from tlxgen.tuner.process import Child, ChildDiedError, ChildTimeoutError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 #: No CUDA context: the GPU belongs to the process that measures. One thread: there is a child for each core.
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -46,7 +40,7 @@ class CompileJob:
         return binary
 
 
-class CompilePool:
+class CompilePool(AbstractContextManager["CompilePool"]):
     """Compiles sources in `workers` children (default: one per core), with a limit of `timeout` seconds per source.
 
     With `simulate`, each binary has also passed the simulator and may be launched.
@@ -78,10 +72,7 @@ class CompilePool:
             child.kill()
         self._threads.shutdown(wait=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _compile(self, source: KernelSource) -> Binary:
@@ -97,6 +88,6 @@ class CompilePool:
             raise CompileError("killed" if error.killed else "compiler_crash", str(error)) from None
 
 
-def given_or_new(pool: CompilePool | None, gpu: Gpu, workers: int | None) -> CompilePool | nullcontext[CompilePool]:
+def given_or_new(pool: CompilePool | None, gpu: Gpu, workers: int | None) -> AbstractContextManager[CompilePool]:
     """A context with the caller's pool, which stays open, or with a new one that also simulates."""
     return CompilePool(gpu.capability, workers, simulate=True) if pool is None else nullcontext(pool)

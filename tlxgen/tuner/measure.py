@@ -76,14 +76,37 @@ class Verdict:
 
 @dataclass
 class _Candidate:
-    """A kernel that passed the gate, with its arguments for every input set; or a library's function."""
+    """A kernel or a library's function, as one call per input set; a kernel's last call writes the guarded output."""
 
-    launcher: Any
-    calls: list[tuple[tuple[int, int, int], tuple[Any, ...]]]
-    launch_us: float
-    library: Callable[..., Any] | None = None  #: takes inputs and output
+    calls: list[Callable[[], object]]
+    launch_us: float = 0.0
     graph: Any = None
     launches: int = 0
+
+    def capture(self, sets: int) -> None:
+        """Captures a graph of launches over rotating input sets."""
+        import torch
+
+        # At least one launch per set: the rough time of a small kernel is mostly host time.
+        self.launches = max(2, min(_MAX_LAUNCHES, max(sets, math.ceil(_SAMPLE_US / self.launch_us))))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            for i in range(self.launches):
+                self.calls[i % sets]()
+        self.graph = graph
+
+    def replay(self) -> tuple[Any, Any]:
+        """Replays the graph between two events, and returns them."""
+        start, stop = _events()
+        start.record()
+        self.graph.replay()
+        stop.record()
+        return start, stop
+
+    def sample_us(self, events: tuple[Any, Any]) -> float:
+        """Microseconds per launch between two events that the GPU has passed."""
+        start, stop = events
+        return float(start.elapsed_time(stop)) * 1e3 / self.launches
 
 
 @dataclass
@@ -101,7 +124,7 @@ class Session:
     num_sms: int
     capability: tuple[int, int]
     candidates: dict[str, _Candidate] = field(default_factory=dict)
-    guests: tuple[str, ...] = ()  #: other libraries, timed in every measurement
+    invited: tuple[str, ...] = ()  #: other libraries, timed in every measurement
 
     @staticmethod
     def current() -> Session:
@@ -114,25 +137,13 @@ class Session:
         import torch
 
         for name in names:
-            _capture(self, self.candidates[name])
+            if self.candidates[name].graph is None:
+                self.candidates[name].capture(len(self.sets))
         until = time.perf_counter() + _WARM_UP_S
         while time.perf_counter() < until:
             for name in names:
                 self.candidates[name].graph.replay()
             torch.cuda.synchronize()
-
-    def replay(self, name: str) -> tuple[Any, Any]:
-        """Replays a captured candidate between two events, and returns them."""
-        start, stop = _events()
-        start.record()
-        self.candidates[name].graph.replay()
-        stop.record()
-        return start, stop
-
-    def sample_us(self, name: str, events: tuple[Any, Any]) -> float:
-        """Microseconds per launch between two events that the GPU has passed."""
-        start, stop = events
-        return float(start.elapsed_time(stop)) * 1e3 / self.candidates[name].launches
 
 
 _session: Session | None = None
@@ -221,7 +232,7 @@ class Gate:
             return Verdict("wrong_result", "memory before or after the output was overwritten")
         if not all(_same_bits(results[0], result) for result in results[1:]):
             return Verdict("unstable_result", "launches on the same inputs gave different results: a race")
-        candidate.launch_us = _rough_us(lambda: _launch(candidate, 0))
+        candidate.launch_us = _rough_us(candidate.calls[0])
         session.candidates[self.name] = candidate
         found = accuracy.error(results[0], session.reference)
         return Verdict("ok", error=found.norm, launch_us=candidate.launch_us)
@@ -241,8 +252,8 @@ class Invite:
                 continue
             if accuracy.why_wrong(result, session.reference, session.library) is None:
                 session.candidates[name] = _library(session, function)
-                session.guests += (name,)
-        return session.guests
+                session.invited += (name,)
+        return session.invited
 
 
 @dataclass(frozen=True)
@@ -265,17 +276,17 @@ class Measure:
 
         session = Session.current()
         half = len(self.names) // 2
-        names = [*self.names[:half], PEER, *session.guests, *self.names[half:]]
+        names = [*self.names[:half], PEER, *session.invited, *self.names[half:]]
         session.warm_up(names)
         samples: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(self.rounds):
             order = names if turn % 2 else names[::-1]
-            session.replay(PEER)
-            events = {name: session.replay(name) for name in order}
-            session.replay(PEER)
+            session.candidates[PEER].replay()
+            events = {name: session.candidates[name].replay() for name in order}
+            session.candidates[PEER].replay()
             torch.cuda.synchronize()
             for name, pair in events.items():
-                samples[name].append(session.sample_us(name, pair))
+                samples[name].append(session.candidates[name].sample_us(pair))
         return samples
 
 
@@ -299,13 +310,20 @@ def _load(session: Session, source: KernelSource) -> _Candidate:
     _, args = make(module, *session.sets[0], num_sms=session.num_sms)
     launcher = Launcher(module, args, session.capability)
     slim = {"descriptor": SlimDescriptor} if launcher.slim else {}
-    calls = [make(module, inputs, output, num_sms=session.num_sms, **slim) for inputs, output in session.sets]
-    guarded = make(module, session.sets[0][0], _guarded_output(session), num_sms=session.num_sms, **slim)
-    return _Candidate(launcher, [*calls, guarded], 0.0)
+    sets = [*session.sets, (session.sets[0][0], _guarded_output(session))]
+    made = [make(module, *one, num_sms=session.num_sms, **slim) for one in sets]
+    return _Candidate([functools.partial(_launch, launcher, grid, args) for grid, args in made])
+
+
+def _launch(launcher: Callable[..., object], grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+    import torch
+
+    launcher(grid, torch.cuda.current_stream().cuda_stream, args)
 
 
 def _library(session: Session, function: Callable[..., Any]) -> _Candidate:
-    return _Candidate(None, [], _rough_us(lambda: function(*session.sets[0])), function)
+    calls = [functools.partial(function, *one) for one in session.sets]
+    return _Candidate(list(calls), _rough_us(calls[0]))
 
 
 def _guarded_output(session: Session) -> torch.Tensor:
@@ -338,7 +356,7 @@ def _run_once(session: Session, candidate: _Candidate) -> torch.Tensor:
     output.fill_(float("nan"))
     for name in session.beside:
         session.sets[0][0][name].fill_(float("nan"))
-    _launch(candidate, -1)
+    candidate.calls[-1]()
     torch.cuda.synchronize()
     return output.clone()
 
@@ -348,13 +366,6 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     import torch
 
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def _launch(candidate: _Candidate, index: int) -> None:
-    import torch
-
-    grid, args = candidate.calls[index]
-    candidate.launcher(grid, torch.cuda.current_stream().cuda_stream, args)
 
 
 def _events() -> tuple[Any, Any]:
@@ -376,26 +387,6 @@ def _rough_us(call: Any) -> float:
     stop.record()
     torch.cuda.synchronize()
     return max(1.0, float(start.elapsed_time(stop)) * 1e3 / 3)
-
-
-def _capture(session: Session, candidate: _Candidate) -> None:
-    """Captures a graph of launches over rotating input sets."""
-    import torch
-
-    if candidate.graph is not None:
-        return
-    sets = session.sets
-    # At least one launch per set: the rough time of a small kernel is mostly host time.
-    candidate.launches = max(2, min(_MAX_LAUNCHES, max(len(sets), math.ceil(_SAMPLE_US / candidate.launch_us))))
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(candidate.launches):
-            if candidate.library is not None:
-                candidate.library(*sets[i % len(sets)])
-            else:
-                _launch(candidate, i % len(sets))
-    candidate.graph = graph
 
 
 def _raise_if_poisoned(error: Exception) -> None:
