@@ -1,4 +1,4 @@
-"""The pool of compilers: a candidate that breaks, crashes or hangs one is a class of failure, and the pool goes on."""
+"""`CompilePool`: sources that are refused, crash or hang a compiler fail by class, and the pool goes on."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from tlxgen.tuner.compile_pool import CompilePool
 
 VECTOR_ADD = ops.get("vector_add")
 PROBLEM = VECTOR_ADD.problem((1 << 20,))
-CONFIG = next(c for c in candidates(PROBLEM, target("h200")) if c.template == "vector_add_vanilla")
-GOOD = emit(VECTOR_ADD, PROBLEM, CONFIG)
+CONFIGS = {config.template: config for config in reversed(candidates(PROBLEM, target("h200")))}
+GOOD = emit(VECTOR_ADD, PROBLEM, CONFIGS["vector_add_vanilla"])
 
 
-def broken(old: str, new: str) -> KernelSource:
-    assert old in GOOD.text
-    return KernelSource(GOOD.operator, GOOD.problem, GOOD.config, GOOD.text.replace(old, new))
+def changed(source: KernelSource, old: str, new: str) -> KernelSource:
+    assert old in source.text
+    return KernelSource(source.operator, source.problem, source.config, source.text.replace(old, new))
 
 
-FIRST_IMPORT = "import torch\n"
-WRONG_TYPES = broken("offsets < n", "offsets < x_ptr")
-UNKNOWN_NAME = broken("offsets < n", "offsets < nobody_knows_this")
-ABORTS = broken(FIRST_IMPORT, f"import os\nos.abort()\n{FIRST_IMPORT}")
-EXITS = broken(FIRST_IMPORT, f"raise SystemExit(7)\n{FIRST_IMPORT}")
-SLEEPS = broken(FIRST_IMPORT, f"import time\ntime.sleep(3600)\n{FIRST_IMPORT}")
+def importing(statements: str) -> KernelSource:
+    """The good source with statements before its imports."""
+    return changed(GOOD, "import torch\n", f"{statements}\nimport torch\n")
+
+
+WRONG_TYPES = changed(GOOD, "offsets < n", "offsets < x_ptr")
+UNKNOWN_NAME = changed(GOOD, "offsets < n", "offsets < unknown_name")
+ABORTS = importing("import os\nos.abort()")
+EXITS = importing("raise SystemExit(7)")
+SLEEPS = importing("import time\ntime.sleep(3600)")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,7 @@ def failure(pool: CompilePool, source: KernelSource) -> CompileError:
     return caught.value
 
 
-def test_a_good_source_becomes_a_binary_with_its_facts(pool: CompilePool) -> None:
+def test_good_source_becomes_a_binary_with_facts(pool: CompilePool) -> None:
     binary = pool.submit(GOOD).result(120)
     assert isinstance(binary, Binary)
     assert binary.source == GOOD
@@ -57,35 +61,30 @@ def test_a_good_source_becomes_a_binary_with_its_facts(pool: CompilePool) -> Non
     assert binary.seconds > 0
 
 
-@pytest.mark.parametrize("source", [WRONG_TYPES, UNKNOWN_NAME], ids=["types", "name"])
-def test_what_the_compiler_refuses_is_a_compiler_error(source: KernelSource, pool: CompilePool) -> None:
+@pytest.mark.parametrize(
+    ("source", "kind", "message"),
+    [
+        (WRONG_TYPES, "compiler_error", ""),
+        (UNKNOWN_NAME, "compiler_error", ""),
+        (ABORTS, "compiler_crash", ""),
+        (EXITS, "compiler_crash", "exit status 7"),
+    ],
+    ids=["wrong types", "unknown name", "abort", "exit"],
+)
+def test_bad_source_fails_by_class(source: KernelSource, kind: str, message: str, pool: CompilePool) -> None:
     error = failure(pool, source)
-    assert error.kind == "compiler_error"
+    assert (error.kind, message in str(error)) == (kind, True)
     assert pool.submit(GOOD).result(120).facts.registers > 0
 
 
-def test_a_compiler_that_aborts_is_a_crash(pool: CompilePool) -> None:
-    assert failure(pool, ABORTS).kind == "compiler_crash"
-    assert pool.submit(GOOD).result(120).facts.registers > 0
-
-
-def test_a_compiler_that_exits_is_a_crash_too(pool: CompilePool) -> None:
-    error = failure(pool, EXITS)
-    assert error.kind == "compiler_crash"
-    assert "exit status 7" in str(error)
-
-
-def test_a_compiler_that_does_not_end_is_a_timeout() -> None:
+def test_compiler_that_does_not_end_is_a_timeout() -> None:
     with CompilePool((9, 0), workers=1, timeout=3.0) as pool:
         started = time.monotonic()
-        error = failure(pool, SLEEPS)
-        assert error.kind == "timeout"
+        assert failure(pool, SLEEPS).kind == "timeout"
         assert 2.5 < time.monotonic() - started < 10
-    with CompilePool((9, 0), workers=1, timeout=60.0) as pool:
-        assert pool.submit(GOOD).result(120).facts.registers > 0
 
 
-def test_what_ptxas_refuses_is_a_failure_of_ptxas() -> None:
+def test_error_of_ptxas_has_its_class() -> None:
     with pytest.raises(CompileError, match="fatal") as caught:
         _ptxas_log("no PTX at all", (9, 0))
     assert caught.value.kind == "ptxas"
@@ -95,21 +94,23 @@ def test_what_ptxas_refuses_is_a_failure_of_ptxas() -> None:
     ("name", "kind"),
     [("OutOfResources", "out_of_resources"), ("PTXASError", "ptxas"), ("CompilationError", "compiler_error")],
 )
-def test_tritons_errors_are_classed_by_name(name: str, kind: str) -> None:
+def test_errors_of_triton_are_classed_by_name(name: str, kind: str) -> None:
     error = _classified(type(name, (RuntimeError,), {})("much text\nerror: too many registers\nmore text"))
     assert (error.kind, str(error)) == (kind, f"{name}: error: too many registers")
 
 
-def test_what_follows_a_crash_in_the_queue_is_compiled(pool: CompilePool) -> None:
+def test_sources_queued_after_a_crash_are_compiled(pool: CompilePool) -> None:
     futures = [pool.submit(source) for source in (ABORTS, GOOD, WRONG_TYPES, GOOD)]
-    kinds = []
-    for future in futures:
-        error = future.exception(120)
-        kinds.append(error.kind if isinstance(error, CompileError) else error)
-    assert kinds == ["compiler_crash", None, "compiler_error", None]
+    errors = [future.exception(120) for future in futures]
+    assert [error and getattr(error, "kind", error) for error in errors] == [
+        "compiler_crash",
+        None,
+        "compiler_error",
+        None,
+    ]
 
 
-def test_closing_ends_what_is_under_way_at_once() -> None:
+def test_close_ends_running_compilations_at_once() -> None:
     pool = CompilePool((9, 0), workers=1, timeout=600.0)
     running, waiting = pool.submit(SLEEPS), pool.submit(GOOD)
     time.sleep(1.0)
@@ -121,17 +122,14 @@ def test_closing_ends_what_is_under_way_at_once() -> None:
 
 
 def test_compilers_see_no_gpu(pool: CompilePool) -> None:
-    """The card belongs to the process that measures."""
-    looks = broken(FIRST_IMPORT, 'import os\nassert os.environ["CUDA_VISIBLE_DEVICES"] == ""\n' + FIRST_IMPORT)
+    """The GPU belongs to the process that measures."""
+    looks = importing('import os\nassert os.environ["CUDA_VISIBLE_DEVICES"] == ""')
     assert pool.submit(looks).result(120).facts.registers > 0
 
 
-def test_with_simulation_a_kernel_that_would_hang_is_unsafe() -> None:
-    config = next(c for c in candidates(PROBLEM, target("h200")) if c.template == "vector_add_tma")
-    good = emit(VECTOR_ADD, PROBLEM, config)
-    release = "tlx.barrier_arrive(empty[stage])"
-    assert release in good.text
-    hangs = KernelSource(good.operator, good.problem, good.config, good.text.replace(release, "pass"))
+def test_with_simulation_a_deadlock_is_unsafe() -> None:
+    good = emit(VECTOR_ADD, PROBLEM, CONFIGS["vector_add_tma"])
+    hangs = changed(good, "tlx.barrier_arrive(empty[stage])", "pass")
     with CompilePool((9, 0), workers=1, simulate=True) as pool:
         assert pool.submit(good).result(120).source == good
         error = failure(pool, hangs)

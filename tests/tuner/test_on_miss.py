@@ -1,4 +1,4 @@
-"""`get_kernel(..., on_miss="tune")`: each problem is tuned once, whoever asks; one that fails is not tried again."""
+"""`get_kernel(..., on_miss="tune")`: each problem is tuned once for all threads; a failed one is not tried again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GEMM = ops.get("gemm")
 
 
 class Tuner:
-    """Stands in for `tune`: keeps the third candidate, or fails."""
+    """Replaces `tune`: stores the third candidate, or fails."""
 
     def __init__(self) -> None:
         self.tuned: Counter[str] = Counter()
@@ -78,7 +78,7 @@ def test_sixteen_threads_tune_each_of_four_problems_once(tuner: Tuner) -> None:
     assert sorted(tuner.tuned.values()) == [1] * 4
 
 
-def test_a_problem_that_no_candidate_works_for_is_tuned_once(tuner: Tuner) -> None:
+def test_problem_without_a_working_candidate_is_tuned_once(tuner: Tuner) -> None:
     tuner.error = TuningError("no candidate works")
     for _ in range(3):
         with pytest.raises(TuningError, match="no candidate works"):
@@ -90,7 +90,7 @@ def test_a_problem_that_no_candidate_works_for_is_tuned_once(tuner: Tuner) -> No
     assert ask(512).origin == "tuned"
 
 
-def test_a_gpu_that_was_lost_says_nothing_of_the_problem(tuner: Tuner) -> None:
+def test_problem_is_tuned_again_after_a_lost_gpu(tuner: Tuner) -> None:
     tuner.error = GpuLostError("the GPU went away")
     with pytest.raises(GpuLostError):
         ask(512)
@@ -98,7 +98,7 @@ def test_a_gpu_that_was_lost_says_nothing_of_the_problem(tuner: Tuner) -> None:
     assert ask(512).origin == "tuned"
 
 
-def test_a_row_of_other_code_is_no_row(tuner: Tuner) -> None:
+def test_row_of_other_code_does_not_count(tuner: Tuner) -> None:
     assert ask(512).origin == "tuned"
     with Store.open(read_only_ok=False) as store:
         record = store.get(tuning_key(GEMM.problem((512, 512, 512)), H200.key))

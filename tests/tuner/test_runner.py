@@ -1,16 +1,16 @@
-"""The card's owner may die at any job: what had passed comes back, what killed it does not."""
+"""`Runner` with a child that dies at any job: good candidates are kept, the culprit is dropped. Also `timings`."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from tlxgen import devices, ops
-from tlxgen.codegen.emit import KernelSource, emit
+from tlxgen.codegen.emit import emit
 from tlxgen.errors import TuningError
 from tlxgen.space.candidates import candidates
 from tlxgen.tuner.measure import PEER, DeviceReport, Forget, Gate, Measure, Setup, Verdict
@@ -19,25 +19,36 @@ from tlxgen.tuner.runner import Runner
 from tlxgen.tuner.timing import timings
 
 PROBLEM = ops.get("vector_add").problem((4096,))
-SOURCES = [emit(ops.get("vector_add"), PROBLEM, config) for config in candidates(PROBLEM, devices.target("h200"))[:5]]
+CONFIGS = candidates(PROBLEM, devices.target("h200"))[:5]
+SOURCES = {name: emit(ops.get("vector_add"), PROBLEM, config) for name, config in zip("abcde", CONFIGS, strict=True)}
+TIMEOUT, DIED = ChildTimeoutError("no result"), ChildDiedError("exit status 3", 3)
+KILLED = ChildDiedError("exit status -9", -signal.SIGKILL)
 
 
 class OutOfMemoryError(RuntimeError):
-    """Named as torch's is."""
+    """Named like torch's."""
 
 
 @dataclass
 class FakeChild:
-    """Answers jobs as the real child would; `kills` says which candidates end it, and at which job."""
+    """Answers jobs as the real child would, but for the errors that a test wants."""
 
-    kills: dict[str, type] = field(default_factory=dict)
+    on_measure: Callable[[tuple[str, ...]], None] = lambda names: None
+    hangs_at_gate: str = ""
     alive: bool = False
     known: set[str] = field(default_factory=set)
     starts: int = 0
     full: bool = False
-    on_measure: Callable[[tuple[str, ...]], None] = lambda names: None
+    dies_at_forget: bool = False
 
     def call(self, job: Any, timeout: float) -> Any:
+        try:
+            return self.answer(job)
+        except (ChildTimeoutError, ChildDiedError):
+            self.alive = False
+            raise
+
+    def answer(self, job: Any) -> Any:
         if isinstance(job, Setup):
             self.alive, self.known, self.starts = True, set(), self.starts + 1
             if self.full:
@@ -45,26 +56,17 @@ class FakeChild:
             return DeviceReport(devices.target("h200"), {}, 0.0, 1.0)
         assert self.alive, "a job for a dead child"
         if isinstance(job, Gate):
-            if self.kills.get(job.name) is Gate:
-                self.alive = False
-                raise ChildTimeoutError("no result")
+            if job.name in self.hangs_at_gate:
+                raise TIMEOUT
             self.known.add(job.name)
             return Verdict("ok", error=0.0, launch_us=1.0)
         if isinstance(job, Measure):
-            assert set(job.names) <= self.known, "a candidate that this child never saw"
-            try:
-                self.on_measure(job.names)
-            except ChildDiedError:
-                self.alive = False
-                raise
-            if any(self.kills.get(name) is Measure for name in job.names):
-                self.alive = False
-                raise ChildDiedError("exit status 3", 3)
+            assert set(job.names) <= self.known, "a candidate that this child has not gated"
+            self.on_measure(job.names)
             return {name: [1.0] * job.rounds for name in (*job.names, PEER)}
         assert isinstance(job, Forget)
-        if Forget in self.kills.values():
-            self.alive = False
-            raise ChildDiedError("exit status -9", -9)
+        if self.dies_at_forget:
+            raise KILLED
         self.known -= set(job.names)
         return None
 
@@ -72,150 +74,137 @@ class FakeChild:
         self.alive = False
 
 
-def card(child: FakeChild, names: str = "abcde") -> Runner:
-    card = Runner("vector_add", PROBLEM, seed=0, child=child)  # type: ignore[arg-type]
-    for name, source in zip(names, SOURCES, strict=False):
-        card.gate(name, source)
-    return card
+def fails_with(error: Exception, culprits: str) -> Callable[[Sequence[str]], None]:
+    def on_measure(names: Sequence[str]) -> None:
+        if set(names) & set(culprits):
+            raise error
+
+    return on_measure
 
 
-def source_of(name: str) -> KernelSource:
-    return SOURCES["abcde".index(name)]
+def runner_of(child: FakeChild, names: str = "abcde") -> Runner:
+    runner = Runner("vector_add", PROBLEM, seed=0, child=child)  # type: ignore[arg-type]
+    for name in names:
+        runner.gate(name, SOURCES[name])
+    return runner
 
 
-def test_a_hang_at_the_gate_costs_that_candidate_alone() -> None:
-    child = FakeChild(kills={"c": Gate})
-    held = card(child, "abc")
-    assert held.gate("c", source_of("c")).status == "hang"
-    assert held.gate("d", source_of("d")).status == "ok"
-    assert set(held.measure(["a", "b", "d"], 3)) == {"a", "b", "d", PEER}
+def faults(runner: Runner) -> dict[str, str]:
+    return {name: fault.status for name, fault in runner.faults.items()}
 
 
-def test_a_death_while_timing_is_found() -> None:
-    held = card(FakeChild(kills={"d": Measure}))
-    assert set(timings(held.measure(list("abcde"), 2))) == set("abce")
-    assert {name: fault.status for name, fault in held.faults.items()} == {"d": "launch_failed"}
+def test_hang_at_the_gate_costs_that_candidate_only() -> None:
+    runner = runner_of(FakeChild(hangs_at_gate="c"), "abc")
+    assert runner.gate("c", SOURCES["c"]).status == "hang"
+    assert runner.gate("d", SOURCES["d"]).status == "ok"
+    assert set(runner.measure(["a", "b", "d"], 3)) == {"a", "b", "d", PEER}
 
 
-def test_several_that_die_while_timing_are_all_found() -> None:
-    held = card(FakeChild(kills={"a": Measure, "d": Measure, "e": Measure}))
-    assert set(timings(held.measure(list("abcde"), 2))) == {"b", "c"}
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(DIED, "launch_failed"), (TIMEOUT, "hang"), (OutOfMemoryError("tried to allocate 2 TiB"), "out_of_memory")],
+    ids=["death", "hang", "out of memory"],
+)
+@pytest.mark.parametrize("culprits", ["a", "c", "e", "bd", "ade"])
+def test_failure_while_timing_costs_the_culprits_only(error: Exception, status: str, culprits: str) -> None:
+    runner = runner_of(FakeChild(fails_with(error, culprits)))
+    assert set(runner.measure(list("abcde"), 2)) == {*"abcde", PEER} - set(culprits)
+    assert faults(runner) == dict.fromkeys(culprits, status)
 
 
-@pytest.mark.parametrize("hanging", ["a", "c", "e", "bd"])
-def test_a_hang_while_timing_costs_its_limit_twice(hanging: str) -> None:
-    """Once among all, whom it keeps from ending, and once alone."""
-    child = FakeChild()
+@pytest.mark.parametrize("culprits", ["a", "c", "e", "bd"])
+def test_hang_while_timing_costs_the_limit_twice(culprits: str) -> None:
+    """Once among all candidates, and once alone."""
+    waited: list[tuple[str, ...]] = []
 
     def hang(names: tuple[str, ...]) -> None:
-        if set(names) & set(hanging):
+        if set(names) & set(culprits):
             waited.append(names)
-            child.alive = False
-            raise ChildTimeoutError("no result")
+            raise TIMEOUT
 
-    waited: list[tuple[str, ...]] = []
-    child.on_measure = hang
-    held = card(child)
-    assert set(held.measure(list("abcde"), 2)) == {*"abcde", PEER} - set(hanging)
-    assert {name: fault.status for name, fault in held.faults.items()} == dict.fromkeys(hanging, "hang")
-    assert waited == [tuple("abcde"), *((name,) for name in hanging)]
+    runner_of(FakeChild(hang)).measure(list("abcde"), 2)
+    assert waited == [tuple("abcde"), *((name,) for name in culprits)]
 
 
-def test_one_that_does_not_come_back_is_not_looked_for() -> None:
-    """It passed the gate, and fails it in the child that takes the place of the one which another has ended."""
-    child = FakeChild(kills={"b": Measure})
-    held = card(child)
-
-    def change(names: tuple[str, ...]) -> None:
-        child.kills["c"] = Gate
-
-    child.on_measure = change
-    assert set(held.measure(list("abcde"), 2)) == {*"ade", PEER}
-    assert {name: fault.status for name, fault in held.faults.items()} == {"b": "launch_failed", "c": "hang"}
-    assert child.starts == 4, "the first, and one after each death: among all, at c's gate, of b alone"
-
-
-def test_one_that_passed_and_kills_the_next_child_is_dropped() -> None:
+def test_candidate_that_fails_its_second_gate_is_not_timed_alone() -> None:
     child = FakeChild()
-    held = card(child)
-    child.kills = {"b": Gate}
-    child.alive = False
-    assert set(held.measure(list("abcde"), 2)) == {*"acde", PEER}
-    assert "b" not in held.sources
+    runner = runner_of(child)
+
+    def die(names: tuple[str, ...]) -> None:
+        child.hangs_at_gate = "c"
+        if "b" in names:
+            raise DIED
+
+    child.on_measure = die
+    assert set(runner.measure(list("abcde"), 2)) == {*"ade", PEER}
+    assert faults(runner) == {"b": "launch_failed", "c": "hang"}
+    assert child.starts == 4, "the first, and after each death: among all, at c's gate, of b alone"
 
 
-def test_what_is_forgotten_is_not_loaded_into_a_new_child() -> None:
+def test_candidate_that_kills_the_next_child_is_dropped() -> None:
     child = FakeChild()
-    held = card(child)
-    held.forget(list("abcd"))
+    runner = runner_of(child)
+    child.hangs_at_gate, child.alive = "b", False
+    assert set(runner.measure(list("abcde"), 2)) == {*"acde", PEER}
+    assert "b" not in runner.sources
+
+
+def test_forgotten_candidates_are_not_gated_again() -> None:
+    child = FakeChild()
+    runner = runner_of(child)
+    runner.forget(list("abcd"))
     child.alive = False
-    assert set(held.measure(["e"], 2)) == {"e", PEER}
+    assert set(runner.measure(["e"], 2)) == {"e", PEER}
     assert child.known == {"e"}
 
 
-def test_a_child_that_somebody_kills_while_timing_costs_nothing() -> None:
+def test_death_while_forgetting_costs_no_other_candidate() -> None:
+    child = FakeChild(dies_at_forget=True)
+    runner = runner_of(child)
+    runner.forget(["a", "b"])
+    assert set(runner.measure(list("abcde"), 2)) == {*"cde", PEER}
+
+
+def test_kill_from_outside_costs_no_candidate() -> None:
     deaths = iter([True])
 
     def kill(names: tuple[str, ...]) -> None:
         if next(deaths, False):
-            raise ChildDiedError("exit status -9", -signal.SIGKILL)
+            raise KILLED
 
-    held = card(FakeChild(on_measure=kill))
-    assert set(held.measure(list("abcde"), 2)) == {*"abcde", PEER}
-    assert held.faults == {}
+    runner = runner_of(FakeChild(kill))
+    assert set(runner.measure(list("abcde"), 2)) == {*"abcde", PEER}
+    assert runner.faults == {}
 
 
-def test_those_that_die_together_and_live_alone_are_given_up() -> None:
-    """Else the search for a culprit would go on for ever."""
+def test_candidates_that_fail_together_but_not_alone_are_given_up() -> None:
+    """Else the search for a culprit would not end."""
 
     def die(names: tuple[str, ...]) -> None:
         if len(names) == 5:
-            raise ChildDiedError("exit status -9", -signal.SIGKILL)
+            raise KILLED
 
-    child = FakeChild(on_measure=die)
-    held = card(child)
-    assert held.measure(list("abcde"), 2) == {}
-    assert {fault.status for fault in held.faults.values()} == {"killed"}
-    assert held.gate("a", source_of("a")).status == "ok"
+    child = FakeChild(die)
+    runner = runner_of(child)
+    assert runner.measure(list("abcde"), 2) == {}
+    assert set(faults(runner).values()) == {"killed"}
+    assert runner.gate("a", SOURCES["a"]).status == "ok"
     assert child.starts <= 4
 
 
-def test_one_that_has_no_room_while_timing_is_found() -> None:
-    def allocate(names: tuple[str, ...]) -> None:
-        if "b" in names:
-            raise OutOfMemoryError("tried to allocate 2 TiB")
-
-    held = card(FakeChild(on_measure=allocate))
-    assert set(held.measure(list("abcde"), 2)) == {*"acde", PEER}
-    assert {name: fault.status for name, fault in held.faults.items()} == {"b": "out_of_memory"}
-
-
-def test_a_death_while_forgetting_harms_nobody() -> None:
-    child = FakeChild()
-    held = card(child)
-    child.kills = {"a": Forget}
-    held.forget(["a", "b"])
-    child.kills = {}
-    assert set(held.measure(list("abcde"), 2)) == {*"cde", PEER}
-
-
-def test_a_full_card_ends_the_run_and_is_nobodys_fault() -> None:
+def test_full_gpu_is_an_error_of_the_run() -> None:
     with pytest.raises(TuningError, match="too little free memory for vector_add 4096 bf16"):
         Runner("vector_add", PROBLEM, seed=0, child=FakeChild(full=True)).setup()  # type: ignore[arg-type]
 
 
 def test_one_fast_sample_does_not_change_the_time() -> None:
-    found = timings({PEER: [100.0] * 5, "a": [90.0, 90.0, 9.0, 90.0, 90.0]})["a"]
-    assert found.time_us == 90.0
+    assert timings({PEER: [100.0] * 5, "a": [90.0, 90.0, 9.0, 90.0, 90.0]})["a"].time_us == 90.0
 
 
-def test_a_clock_that_jumps_between_rounds_does_not_change_the_ratio() -> None:
-    """Three rounds on a fast clock, two on a slow one, and an outlier that puts the peer's median among the slow."""
+def test_clock_that_jumps_between_rounds_does_not_change_the_ratio() -> None:
     clock = [1.0, 1.0, 1.0, 1.3, 1.3]
-    kernel = [90.0 * slow for slow in clock]
     peer = [100.0 * slow for slow in clock]
     peer[2] *= 1.2  # an outlier that moves the peer's median to the slow clock
-    found = timings({PEER: peer, "a": kernel})["a"]
+    found = timings({PEER: peer, "a": [90.0 * slow for slow in clock]})["a"]
     assert found.relative == pytest.approx(0.9)
-    assert found.peer_us == 120.0
-    assert found.time_us == pytest.approx(108.0)
+    assert (found.peer_us, found.time_us) == (120.0, pytest.approx(108.0))
