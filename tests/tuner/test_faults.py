@@ -1,4 +1,4 @@
-"""The tuner among candidates that hang, crash and lie: each costs one trial, and the run goes on."""
+"""Whole runs with candidates that hang and crash, signals, a lost GPU, and resumption, in real processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Run = Callable[..., TuneResult]
 
 @pytest.fixture
 def run(store: Store, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Tunes among these candidates, in real children; afterwards none of them may be left."""
+    """Tunes these candidates in real children, none of which may be left afterwards."""
 
     def run(configs: list[Config], trials: int = 200, seconds: float = 300) -> TuneResult:
         stub_card.install(monkeypatch.setattr, configs)
@@ -69,7 +69,7 @@ def run(store: Store, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-#: What a candidate does, and the class that its trial gets.
+#: Fault of a candidate → class of its trial.
 FAULTS = {
     "compile hang": "timeout",
     "compile abort": "compiler_crash",
@@ -86,12 +86,12 @@ FAULTS = {
     "timing memory": "out_of_memory",
     "timing capture": "launch_failed",
 }
-TRANSIENT = {"timeout", "killed", "out_of_memory"}  # they say more of the machine, and are tried again
+TRANSIENT = {"timeout", "killed", "out_of_memory"}  #: tried again
 
 
 @pytest.mark.slow
-def test_each_fault_costs_one_trial_and_is_remembered(run: Run, store: Store) -> None:
-    bad = {fault: stub_card.config(50 + i, fault) for i, fault in enumerate(FAULTS)}  # all faster, could they run
+def test_each_fault_costs_one_trial_and_is_stored(run: Run, store: Store) -> None:
+    bad = {fault: stub_card.config(50 + i, fault) for i, fault in enumerate(FAULTS)}  # all would be faster
     good = stub_card.healthy(6)
     result = bad_candidates_cost_a_trial_each(run, store, good, {bad[fault]: kind for fault, kind in FAULTS.items()})
     assert result.record.config == good[0]
@@ -106,13 +106,13 @@ def test_each_fault_costs_one_trial_and_is_remembered(run: Run, store: Store) ->
     assert set(stub_card.gated()[before:]) == {config.id for config in [*good, bad["gate memory"]]}
 
 
-def test_a_run_in_which_everything_fails_says_how_and_stores_nothing(run: Run, store: Store) -> None:
+def test_run_without_a_working_candidate_counts_failures_and_stores_nothing(run: Run, store: Store) -> None:
     with pytest.raises(TuningError, match=r"1 launch_failed, 1 ptxas; for example: .*illegal memory access"):
         run([stub_card.config(1, "gate illegal"), stub_card.config(1, "compile ptxas")])
     assert store.records() == []
 
 
-def test_a_lost_gpu_ends_the_run_and_the_same_call_goes_on(run: Run, store: Store, notes: Path) -> None:
+def test_lost_gpu_ends_the_run_and_the_same_call_resumes_it(run: Run, store: Store, notes: Path) -> None:
     good = stub_card.healthy(20)
     configs = [*good[:9], stub_card.config(50, "gate lost"), *good[9:]]  # in the second batch
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_a_lost_gpu_ends_the_run_and_the_same_call_goes_on(run: Run, store: Stor
     row = store.get(KEY)
     assert row is not None
     assert (row.config, row.protocol) == (good[0], f"{PROTOCOL}/look")
-    kept = len(store.trials(KEY)) - 1  # the one that found the card gone is tried again
+    kept = len(store.trials(KEY)) - 1  # the one that found the GPU lost is tried again
     (notes / "lost").unlink()
     result = run(configs)
     assert (result.state.resumed, result.state.tried) == (kept, len(configs))
@@ -131,7 +131,7 @@ def test_a_lost_gpu_ends_the_run_and_the_same_call_goes_on(run: Run, store: Stor
 
 
 def machine(folder: Path, n: int = 130, limit: float = stub_card.LIMIT_S, fault: str = "none") -> Machine:
-    """One with a stub card, and `n` healthy candidates, the first the best, before one with a fault."""
+    """A stub GPU, with `n` healthy candidates, the first the best, and one with a fault."""
     place = f"Path({str(folder)!r})"
     start = (
         "from pathlib import Path; import stub_card; from tests.support.tuner_runs import note_gates; "
@@ -141,24 +141,24 @@ def machine(folder: Path, n: int = 130, limit: float = stub_card.LIMIT_S, fault:
 
 
 @pytest.mark.slow
-def test_signals_lose_nothing_finished_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_signals_lose_no_finished_trial_and_the_same_command_resumes(tmp_path: Path) -> None:
     answer = signals_lose_nothing_finished(machine(tmp_path), trials=112)
     assert answer["config"] == stub_card.config(120).model_dump()
     assert not any(is_running(pid) for pid in stub_card.pids())
 
 
-def test_a_candidate_may_take_as_long_as_the_command_line_says(tmp_path: Path) -> None:
+def test_limit_sets_the_time_of_a_candidate(tmp_path: Path) -> None:
     started = time.monotonic()
     answer = machine(tmp_path, n=2, limit=2, fault="gate hang").command(3).end()
     assert (answer["tried"], answer["failures"]) == (3, {"hang": 1})
-    assert time.monotonic() - started < 15, "by itself it would be 20 s"
+    assert time.monotonic() - started < 15, "the default is 20 s"
     with Store.open(tmp_path / "tuned.db") as store:
         (told,) = [trial.message for trial in store.trials(KEY) if trial.status == "hang"]
     assert told == "no result after 2 s: the process was killed"
 
 
 def trials_by_protocol(folder: Path) -> dict[str, list[str]]:
-    """Ids of the candidates with a trial, in the order they were kept in."""
+    """Ids of candidates with a trial, in the order in which they were stored."""
     with Store.open(folder / "tuned.db") as store:
         trials = store.trials(KEY)
     protocols = {trial.protocol for trial in trials}
@@ -168,7 +168,7 @@ def trials_by_protocol(folder: Path) -> dict[str, list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["timing", "gate"])
 def test_sigkill_loses_at_most_the_trial_in_flight(job: str, tmp_path: Path, notes: Path) -> None:
-    """In the middle of the second of three batches, of eight, eight and four candidates."""
+    """In the middle of the second of three batches of eight, eight and four candidates."""
     ids = [config.id for config in stub_card.healthy(20)]
     (notes / "hold").write_text(f"{job} {ids[12]}")
     command = machine(tmp_path, n=20, limit=60).command(20)
@@ -184,8 +184,8 @@ def test_sigkill_loses_at_most_the_trial_in_flight(job: str, tmp_path: Path, not
     answer = machine(tmp_path, n=20).command(20).end()
     assert (answer["resumed"], answer["tried"], answer["failures"]) == (len(kept), 20, {})
     assert answer["config"] == stub_card.config(120).model_dump()
-    assert trials_by_protocol(tmp_path) == {PROTOCOL: ids}, "one look each: none lost, none twice, none rough"
-    assert stub_card.gated()[before:][:12] == ids[8:], "the untimed first, then the rest"
+    assert trials_by_protocol(tmp_path) == {PROTOCOL: ids}, "each timed once"
+    assert stub_card.gated()[before:][:12] == ids[8:], "the untimed first"
 
 
 TUNE = script(
@@ -219,7 +219,7 @@ def test_tuning_works_from(context: str, tmp_path: Path) -> None:
     assert not any(is_running(pid) for pid in stub_card.pids())
 
 
-#: A process that has used CUDA must not fork: the copy's context is broken, and takes the original's memory with it.
+#: Ends a process that forks: after CUDA is used, a fork has a broken context.
 NO_FORK = """
 import os
 
@@ -227,8 +227,8 @@ os.register_at_fork(before=lambda: os._exit(9))
 """
 
 
-def test_the_tuner_forks_no_process(tmp_path: Path) -> None:
-    """Neither called by a program nor as a command; what it starts are interpreters of their own."""
+def test_tuner_forks_no_process(tmp_path: Path) -> None:
+    """Neither as a function nor as a command."""
     run_to_the_end(["-c", NO_FORK + TUNE + CALL], tmp_path / "own.db")
     stub = machine(tmp_path, n=3)
     answer = replace(stub, start=f"{NO_FORK}\n{stub.start}").command(3).end()
@@ -244,5 +244,5 @@ def test_the_tuner_forks_no_process(tmp_path: Path) -> None:
     ],
     ids=["multiprocessing", "subprocess"],
 )
-def test_a_fork_would_be_seen(fork: str) -> None:
+def test_fork_would_be_detected(fork: str) -> None:
     assert subprocess.run([sys.executable, "-c", NO_FORK + fork], check=False).returncode == 9
