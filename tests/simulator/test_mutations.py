@@ -7,6 +7,7 @@ problems that a check runs, under every policy, and so whatever the schedule.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 
@@ -28,7 +29,9 @@ from tests.support.emitted import (
     VECTOR,
     WEIGHT_GRADIENT,
 )
-from tlxgen.codegen.emit import KernelSource
+from tlxgen import ops
+from tlxgen.codegen import line_breaks
+from tlxgen.codegen.emit import KernelSource, emit
 from tlxgen.simulator.check import check
 
 
@@ -44,8 +47,10 @@ class Bug:
     also: tuple[str, str] = ("", "")  #: a second replacement
 
     def plant(self, source: KernelSource) -> KernelSource:
-        assert self.old in source.text, f"{self.name}: {self.old!r} is not in {source.config.template}"
-        text = source.text.replace(self.old, self.new, self.count)
+        with mock.patch.object(line_breaks, "WIDTH", 10_000):  # calls on one line each, wherever a file would break them
+            whole = emit(ops.get(source.operator), source.problem, source.config).text
+        assert self.old in whole, f"{self.name}: {self.old!r} is not in {source.config.template}"
+        text = whole.replace(self.old, self.new, self.count)
         return replace(source, text=text.replace(*self.also, 1) if self.also[0] else text)
 
 

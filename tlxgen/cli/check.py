@@ -72,13 +72,16 @@ def read_back(path: Path, text: str) -> KernelSource:
     Raises:
         InvalidProblemError: there is no such header, or it is invalid.
     """
-    from tlxgen.codegen.emit import KernelSource
+    from tlxgen.codegen.emit import HEADER_INDENT, KernelSource
 
-    header = {}
-    for line in text.splitlines()[:12]:
+    header: dict[str, list[str]] = {}
+    last: list[str] = []
+    for line in text.splitlines()[:16]:
         word, _, rest = line.strip().partition(" ")
-        if word in ("problem", "config", "template"):
-            header[word] = rest.split()
+        if word in ("problem", "config", "template") and line.startswith(f"    {word}"):
+            last = header[word] = rest.split()
+        elif line.startswith(" " * HEADER_INDENT):
+            last += line.split()
     if len(header) < 3:
         raise InvalidProblemError(f"{path} has no header of tlxgen: name a function that launches its kernel (--entry)")
     try:

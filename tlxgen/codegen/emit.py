@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import re
+import textwrap
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from tlxgen._version import __version__
+from tlxgen.codegen import line_breaks
 from tlxgen.config import Config
 from tlxgen.ops.base import Operator
 from tlxgen.problem import Problem
@@ -50,6 +52,9 @@ class KernelSource:
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:16]
         return f"{self.config.template}_{digest}.py"
 
+
+#: Columns before the values of an emitted file's header, and before their continuation lines.
+HEADER_INDENT = 14
 
 #: Places that contain sizes only: the problem line of the docstring, and the defaults of the self-check.
 _OF_ONE_SIZE = re.compile(r"^    problem   .*$|(?<=^def check\().*(?=\):$)", re.MULTILINE)
@@ -106,6 +111,11 @@ def _lines_without_effect(module: ast.Module) -> set[int]:
     return {line for node in without_effect for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 
+def _wrapped(words: Iterable[str]) -> str:
+    """Words of the header, continued below each other where they fill more than a line."""
+    return f"\n{' ' * HEADER_INDENT}".join(textwrap.wrap(" ".join(words), line_breaks.WIDTH - HEADER_INDENT))
+
+
 def emit(operator: Operator[Any], problem: Problem, config: Config) -> KernelSource:
     """Renders the config's template for the problem.
 
@@ -117,7 +127,7 @@ def emit(operator: Operator[Any], problem: Problem, config: Config) -> KernelSou
     context = {
         "problem": problem,
         "config": config,
-        "config_line": " ".join(f"{name}={value}" for name, value in config.params.items()),
+        "config_line": _wrapped(f"{name}={value}" for name, value in config.params.items()),
         "template_hash": rendering.template_hash(config.template),
         "version": __version__,
         **config.params,

@@ -13,6 +13,7 @@ import jinja2
 import jinja2.bccache
 
 from tlxgen import paths
+from tlxgen.codegen import line_breaks
 
 
 def render(template: str, context: dict[str, Any]) -> str:
@@ -21,7 +22,8 @@ def render(template: str, context: dict[str, Any]) -> str:
     Raises:
         jinja2.TemplateError: the template is broken, or uses an undefined variable.
     """
-    return _environment(paths.TEMPLATES).get_template(_name(paths.TEMPLATES, template)).render(context)
+    text = _environment(paths.TEMPLATES).get_template(_name(paths.TEMPLATES, template)).render(context)
+    return line_breaks.broken(text)
 
 
 def template_hash(template: str, root: Path | None = None) -> str:

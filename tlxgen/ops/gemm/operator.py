@@ -80,12 +80,12 @@ class Gemm(Operator[GemmProblem]):
             "in_name": problem.dtype,
             "torch_in": str(torch_dtype(problem.dtype)).removeprefix("torch."),
             "torch_out": str(torch_dtype(problem.out_dtype)).removeprefix("torch."),
+            "in_bytes": ITEM_BYTES[problem.dtype],
             "out_bytes": ITEM_BYTES[problem.out_dtype],
             "tma": "tma" in config.template,
             "hopper": config.template != "gemm_vanilla",
         }
-        by_template = _tma_context if context["tma"] else _pointer_context
-        return context | by_template(problem, config)
+        return context | (_tma_context(config) if context["tma"] else _pointer_context(problem, config))
 
     def small_cases(self, problem: GemmProblem, config: Config) -> Sequence[Case[GemmProblem]]:
         """One tile; fewer K steps than stages; tails; odd, even and unequal numbers of tiles for each CTA."""
@@ -347,23 +347,17 @@ def _apply_epilogue(parts: Sequence[str], x: torch.Tensor, inputs: Tensors) -> t
     return x
 
 
-def _tma_context(problem: GemmProblem, config: Config) -> dict[str, Any]:
+def _tma_context(config: Config) -> dict[str, Any]:
     p = config.params
     pingpong = config.template == "gemm_tma_pingpong"
     consumers = 2 if pingpong else int(p["consumers"])
-    block_m, block_n, block_k = int(p["block_m"]), int(p["block_n"]), int(p["block_k"])
+    block_m, block_n = int(p["block_m"]), int(p["block_n"])
     rows = block_m if pingpong else block_m // consumers
-    item = ITEM_BYTES[problem.dtype]
     epilogue_n = block_n // int(p["epilogue_subtiles"])
     return {
         "consumers": consumers,
         "a_parts": block_m // rows,
-        "wg_m": rows,
-        "epilogue_n": epilogue_n,
         "registers": CONSUMER_REGISTERS[consumers],
-        "stage_bytes": (block_m + block_n) * block_k * item,
-        "stage_bytes_comment": f"({block_m} + {block_n}) x {block_k} elements of {item} bytes",
-        "staging_bytes": rows * epilogue_n * ITEM_BYTES[problem.out_dtype],
         "tile_comment": "one consumer's tile of C, and one step along K"
         if pingpong
         else "one CTA's tile of C, and one step along K",

@@ -1,1 +1,1 @@
-"""One matrix product for each expert of a mixture, in one launch: problem, operator, time model, and torch as its reference."""
+"""One matrix product for each expert of a mixture, in one launch: problem, operator, time model, torch reference."""

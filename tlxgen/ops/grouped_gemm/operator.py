@@ -22,7 +22,7 @@ from tlxgen.problem import ITEM_BYTES, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-#: Beside the barriers, as in `tlxgen.ops.gemm.operator`: the compiler's own shared memory, and the parts' alignment to 1 KB.
+#: Shared memory beside tiles and barriers, as in `tlxgen.ops.gemm.operator`: the compiler's own, and alignment to 1 KB.
 _COMPILER_STATE = 1024
 
 #: Triton knows of an integer argument whether 16 divides it, and no more.
@@ -372,22 +372,15 @@ def _shape_names(problem: GroupedGemmProblem) -> dict[str, str]:
 def _tma_context(problem: GroupedGemmProblem, config: Config) -> dict[str, Any]:
     p, form, item = _numbers(config), problem.gathered, ITEM_BYTES[problem.dtype]
     consumers = _consumers(p)
-    block_m, block_n, block_k = p["block_m"], p["block_n"], p["block_k"]
     of_experts = _OF_EXPERTS.get(form, "abc")
     ragged_store = config.params["store"] == "tma" and form in ("2d3d", "masked")
     c_lead = (1 if "c" in of_experts else 0) + (2 if ragged_store else 0)
     gather = problem.form == "gather"
-    through_tma = block_n if gather else block_m + block_n  # rows of the tiles of one step
-    shown = f"{block_n}" if gather else f"({block_m} + {block_n})"
     registers = CONSUMER_REGISTERS[consumers]
-    epilogue_n = _columns(problem, p) // p["epilogue_subtiles"]
     return {
         "consumers": consumers,
-        "wg_m": block_m // consumers,
-        "epilogue_n": epilogue_n,
         "registers": registers and (_REGISTERS_BESIDE_GATHER if gather else registers),
-        "stage_bytes": through_tma * block_k * item,
-        "stage_bytes_comment": f"{shown} x {block_k} elements of {item} bytes",
+        "in_bytes": item,
         # Dimensions of TMA's boxes before rows and columns: one for the expert, or two that end its tokens.
         "a_lead": 2 if form == "2d2d" else int("a" in of_experts),
         "b_lead": 2 if form == "2d2d" else int("b" in of_experts),
