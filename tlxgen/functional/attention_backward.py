@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlxgen.ops.attention.flash import readable, window
 from tlxgen.ops.attention.problem import AttentionProblem
-from tlxgen.ops.torch_own import scaled_dot_product_attention
+from tlxgen.ops.torch_functions import scaled_dot_product_attention
 
 #: Gradients of q, k and v; None for those that nobody asked for.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -21,7 +21,7 @@ from tlxgen.devices import Hopper
 from tlxgen.errors import InvalidProblemError
 from tlxgen.functional import library, library_grouped
 from tlxgen.functional.dispatch import Lookups, Taken, better_than_torch
-from tlxgen.ops import torch_own
+from tlxgen.ops import torch_functions
 from tlxgen.ops.grouped_gemm.problem import GATED
 from tlxgen.runtime import checks
 from tlxgen.runtime.checks import as_given, transformed
@@ -125,7 +125,7 @@ def _activated(mat_a: Tensor, mat_b: Tensor, offs: Tensor, activation: str) -> T
 
 
 def _torch(mat_a: Tensor, mat_b: Tensor, **named: Any) -> Tensor:
-    result: Tensor = torch_own.grouped_mm(mat_a, mat_b, **named)
+    result: Tensor = torch_functions.grouped_mm(mat_a, mat_b, **named)
     return result
 
 

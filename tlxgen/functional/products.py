@@ -18,7 +18,7 @@ from tlxgen import ops
 from tlxgen.errors import InvalidProblemError
 from tlxgen.functional import library
 from tlxgen.functional.dispatch import Lookups, Taken, better_than_torch
-from tlxgen.ops import torch_own
+from tlxgen.ops import torch_functions
 from tlxgen.runtime import checks
 from tlxgen.runtime.checks import as_given, transformed
 from tlxgen.runtime.kernel import Kernel, kernel_for
@@ -50,7 +50,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:  # noqa: A002 - torch's own 
             return kernel(input, other) if input.dim() == 2 else _leading(input, kernel(input.flatten(0, -2), other))
     if _takes(input, other, None):
         return _any_rank(input, other, None, "matmul", (input, other))
-    return torch_own.matmul(input, other)
+    return torch_functions.matmul(input, other)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's own name
@@ -76,7 +76,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return _leading(input, kernel(input.flatten(0, -2), weight.mT, **named))
     if weight.dim() == 2 and _takes(input, weight.mT, bias):
         return _any_rank(input, weight.mT, bias, "linear", given)
-    return torch_own.linear(input, weight, bias)
+    return torch_functions.linear(input, weight, bias)
 
 
 def _takes(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:

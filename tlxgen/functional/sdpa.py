@@ -20,7 +20,7 @@ from tlxgen.errors import InvalidProblemError, LaunchError
 from tlxgen.functional import attention_backward as backward
 from tlxgen.functional import library
 from tlxgen.functional.dispatch import Lookups, Taken
-from tlxgen.ops import torch_own
+from tlxgen.ops import torch_functions
 from tlxgen.ops.attention import flash
 from tlxgen.ops.attention.problem import AttentionProblem, Causal
 from tlxgen.runtime import checks
@@ -79,7 +79,7 @@ def scaled_dot_product_attention(
             and (_lse_for(query, key, value, causal, 0.0, scale) != library.NOBODY or not _recorded(query, key, value))
         ):
             return _attention_in_graph(query, key, value, causal, 0, 0.0, scale)[0]
-        return torch_own.scaled_dot_product_attention(
+        return torch_functions.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if (
@@ -103,7 +103,7 @@ def scaled_dot_product_attention(
                     if not call.grad:
                         _TAKEN.keep(options, tensors, call)
                     return out
-    return torch_own.scaled_dot_product_attention(
+    return torch_functions.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 

@@ -16,7 +16,7 @@ from tlxgen.errors import InvalidProblemError
 from tlxgen.functional import library
 from tlxgen.functional.dispatch import Lookups, better_than_torch
 from tlxgen.functional.library_add import vector_add
-from tlxgen.ops import torch_own
+from tlxgen.ops import torch_functions
 from tlxgen.runtime import checks
 from tlxgen.runtime.checks import transformed
 from tlxgen.runtime.kernel import Kernel, kernel_for
@@ -55,13 +55,13 @@ def add(input: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:  # noqa: A
                 recorded: Tensor = _Sum.apply(input, other)  # type: ignore[no-untyped-call]
                 return recorded
             return _launch(kernel, input, other)
-    return torch_own.add(input, other, alpha=alpha)
+    return torch_functions.add(input, other, alpha=alpha)
 
 
 def total(x: Tensor, y: Tensor) -> Tensor:
     """The sum of tensors of one shape and dtype, without gradients: by a kernel, or by torch if that is no worse."""
     kernel = _find(x) if checks.seen(x, y) and x.is_contiguous() and y.is_contiguous() else None
-    return torch_own.add(x, y) if kernel is None else _launch(kernel, x, y)
+    return torch_functions.add(x, y) if kernel is None else _launch(kernel, x, y)
 
 
 def _takes(x: Any, y: Any) -> bool:

@@ -160,7 +160,7 @@ class Attention(Operator[AttentionProblem]):
     def eager(self, problem: AttentionProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
         """`scaled_dot_product_attention`; where it has no argument for the problem, what torch has, or its steps."""
         from tlxgen.ops.attention import flash
-        from tlxgen.ops.torch_own import scaled_dot_product_attention
+        from tlxgen.ops.torch_functions import scaled_dot_product_attention
 
         q, k, v = (inputs[name] for name in self.inputs_in_order)
         scale, group = _scale(problem, inputs), problem.H // problem.kv_heads

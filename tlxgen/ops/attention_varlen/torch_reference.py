@@ -38,7 +38,7 @@ def padded(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:
     """The result through sequences that are filled up with zeros to the longest; also writes the log-sum-exp."""
     import torch
 
-    from tlxgen.ops.torch_own import scaled_dot_product_attention
+    from tlxgen.ops.torch_functions import scaled_dot_product_attention
 
     ends, total = inputs["cu_seqlens_q"].long(), problem.total_q
     q = _filled(inputs["q"], ends, problem.max_q)
