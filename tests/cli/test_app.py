@@ -1,4 +1,4 @@
-"""The command line as its users see it: exit statuses, one line for each refusal, results on stdout."""
+"""The command line in whole: exit statuses, one-line errors, results on stdout."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.recorded import InstantPool
 from tlxgen import __version__, devices, ops, toolchain
 from tlxgen.cli import app
-from tlxgen.codegen.emit import KernelSource, emit
+from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
 from tlxgen.db.record import TunedRecord, tuning_key
 from tlxgen.db.store import Store
@@ -46,7 +45,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[None]:
-    """The tests are of machines without a GPU, wherever they run."""
+    """A machine without a GPU."""
     monkeypatch.setattr(devices, "detect", lambda index=None: None)
     kernel.forget()
     yield
@@ -74,7 +73,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing may be compiled."""
+    """Compilation is an error."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a compiler was started")
@@ -104,7 +103,7 @@ def keep(record: TunedRecord) -> None:
 
 
 class TestBadInput:
-    """Exit status 2, one line that names the value, nothing stored, nothing compiled."""
+    """Exit status 2, one line that names the value, nothing stored or compiled."""
 
     @pytest.mark.parametrize(
         ("words", "named"),
@@ -186,9 +185,7 @@ class TestBadInput:
             "",
         ],
     )
-    def test_that_the_parser_of_the_command_line_finds(
-        self, words: str, run: Run, no_compiler: None, tmp_path: Path
-    ) -> None:
+    def test_for_the_parser(self, words: str, run: Run, no_compiler: None, tmp_path: Path) -> None:
         done = run("tune", *words.split())
         assert done.status == 2
         assert not (tmp_path / "tuned.db").exists()
@@ -211,13 +208,13 @@ class TestBadInput:
         assert named in done.err
         assert done.err.count("\n") == 1
 
-    def test_shows_a_traceback_where_that_was_asked_for(self, run: Run) -> None:
+    def test_with_debug_raises(self, run: Run) -> None:
         with pytest.raises(ValueError, match="convolution"):
             run("--debug", "show", "convolution", 1)
 
 
 class TestTuneWithoutGpu:
-    def test_compiles_ranks_and_keeps_a_predicted_row(self, run: Run) -> None:
+    def test_stores_a_predicted_row(self, run: Run) -> None:
         done = run("tune", "gemm", 512, 512, 512, "--compile-only", "--trials", 2, "--json")
         assert done.status == 0, done.err
         assert done.out.count("\n") == 1
@@ -240,7 +237,7 @@ class TestTuneWithoutGpu:
         shown = run("show", "gemm", 512, 512, 512, "--target", "h200", "--json")
         assert json.loads(shown.out)["origin"] == "predicted"
 
-    def test_needs_no_option_for_it_and_speaks_to_people_too(self, run: Run) -> None:
+    def test_needs_no_option(self, run: Run) -> None:
         done = run("tune", "vector_add", 1 << 20, "--trials", 1, "--target", "h100")
         assert done.status == 0, done.err
         assert done.out.startswith("vector_add 1048576 bf16 on h100: vector_add_")
@@ -248,7 +245,7 @@ class TestTuneWithoutGpu:
         (row,) = stored()
         assert row.key.device == target("h100").key
 
-    def test_never_displaces_a_measured_row(self, run: Run) -> None:
+    def test_displaces_no_measured_row(self, run: Run) -> None:
         row = measured(candidates(PROBLEM, H200)[-1])
         keep(row)
         done = run("tune", "gemm", 512, 512, 512, "--compile-only", "--trials", 1, "--json")
@@ -256,32 +253,17 @@ class TestTuneWithoutGpu:
         assert json.loads(done.out)["stored"] is False
         assert stored() == [row]
 
-    def test_keeps_to_the_templates_that_were_asked_for(self, run: Run) -> None:
+    def test_uses_the_given_templates(self, run: Run) -> None:
         done = run(
             "tune", "gemm", 512, 512, 512, "--compile-only", "--trials", 1, "--template", "gemm_vanilla", "--json"
         )
         assert done.status == 0, done.err
         assert json.loads(done.out)["config"]["template"] == "gemm_vanilla"
 
-    def test_stores_nothing_where_every_candidate_fails(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Failing:
-            """A pool in which nothing compiles."""
-
-            def __init__(self, *_: object, **__: object) -> None:
-                pass
-
-            def __enter__(self) -> Any:
-                return self
-
-            def __exit__(self, *_: object) -> None:
-                pass
-
-            def submit(self, source: KernelSource) -> Future[Any]:
-                future: Future[Any] = Future()
-                future.set_exception(CompileError("ptxas", "register allocation failed"))
-                return future
-
-        monkeypatch.setattr(compile_pool, "CompilePool", Failing)
+    def test_stores_nothing_if_every_candidate_fails(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        error = CompileError("ptxas", "register allocation failed")
+        failures = dict.fromkeys(candidates(PROBLEM, H200), error)
+        monkeypatch.setattr(compile_pool, "CompilePool", lambda *_, **__: InstantPool(failures))
         done = run("tune", "gemm", 512, 512, 512, "--compile-only", "--trials", 3)
         assert done.status == 1
         assert done.out == ""
@@ -289,7 +271,7 @@ class TestTuneWithoutGpu:
         assert "register allocation failed" in done.err
         assert stored() == []
 
-    def test_says_that_nothing_can_be_kept_before_it_compiles(
+    def test_refuses_an_unwritable_database_before_it_compiles(
         self, run: Run, no_compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setenv("TLXGEN_CACHE", str(tmp_path / "missing" / "tuned.db"))
@@ -310,27 +292,22 @@ class TestTuneWithoutGpu:
         assert not (tmp_path / "tuned.db").exists()
 
 
-class TestTuneOnOtherGpus:
-    def test_is_refused_with_the_way_out(self, run: Run, no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        a100 = devices.Gpu("a100-sxm4", 108, (8, 0), 1.4e9, 2e12, 40 << 20, H200.rates)
-        monkeypatch.setattr(devices, "detect", lambda index=None: a100)
-        done = run("tune", "gemm", 512, 512, 512)
-        assert done.status == 2
-        assert "8.0" in done.err
-        assert "--compile-only" in done.err
+A100 = devices.Gpu("a100-sxm4", 108, (8, 0), 1.4e9, 2e12, 40 << 20, H200.rates)
 
-    def test_measuring_for_another_gpu_is_refused(
-        self, run: Run, no_compiler: None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(devices, "detect", lambda index=None: H200)
-        done = run("tune", "gemm", 512, 512, 512, "--target", "h20")
-        assert done.status == 2
-        assert "h20" in done.err
-        assert "--compile-only" in done.err
+
+@pytest.mark.parametrize(("gpu", "words", "named"), [(A100, [], "8.0"), (H200, ["--target", "h20"], "h20")])
+def test_tuning_of_other_gpus_is_refused_with_a_remedy(
+    gpu: devices.Gpu, words: list[str], named: str, run: Run, no_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "detect", lambda index=None: gpu)
+    done = run("tune", "gemm", 512, 512, 512, *words)
+    assert done.status == 2
+    assert named in done.err
+    assert "--compile-only" in done.err
 
 
 class TestShow:
-    def test_tells_kernel_and_reasons(self, run: Run) -> None:
+    def test_prints_the_kernel_and_the_reasons(self, run: Run) -> None:
         done = run("show", "gemm", 512, 512, 512, "--target", "h200")
         assert done.status == 0
         favourite = default_config(PROBLEM, H200)
@@ -339,7 +316,7 @@ class TestShow:
         assert "no tuned row" in done.out
         assert f"default: {favourite.short}" in done.out
 
-    def test_tells_of_a_tuned_row(self, run: Run) -> None:
+    def test_prints_a_tuned_row(self, run: Run) -> None:
         row = measured(candidates(PROBLEM, H200)[-1])
         keep(row)
         answer = json.loads(run("show", "gemm", 512, 512, 512, "--target", "h200", "--json").out)
@@ -350,14 +327,14 @@ class TestShow:
             "why": f"tuned: {row.config.short}",
         }
 
-    def test_without_a_gpu_tells_of_torch(self, run: Run) -> None:
+    def test_without_a_gpu_names_torch(self, run: Run) -> None:
         answer = json.loads(run("show", "gemm", 512, 512, 512, "--json").out)
         assert (answer["origin"], answer["config"]) == ("torch", None)
         assert "without a CUDA GPU" in run("show", "gemm", 512, 512, 512).out
 
 
 class TestEmit:
-    def test_writes_the_very_text_of_the_models_favourite(self, run: Run, tmp_path: Path) -> None:
+    def test_writes_the_models_favourite(self, run: Run, tmp_path: Path) -> None:
         favourite = default_config(PROBLEM, H200)
         assert favourite is not None
         expected = emit(GEMM, PROBLEM, favourite).text
@@ -388,7 +365,7 @@ class TestEmit:
         text = run("emit", "gemm", 512, 512, 512, *words).out
         assert "gemm 512 512 512 fp16 nt out=fp32 bias+gelu" in (ast.get_docstring(ast.parse(text)) or "")
 
-    def test_into_a_folder_that_is_not_there_is_one_line(self, run: Run, tmp_path: Path) -> None:
+    def test_into_a_missing_folder_is_one_line(self, run: Run, tmp_path: Path) -> None:
         done = run("emit", "gemm", 512, 512, 512, "-o", tmp_path / "missing" / "kernel.py")
         assert done.status in {1, 2}
         assert "missing" in done.err
@@ -396,11 +373,11 @@ class TestEmit:
 
 
 class TestProgram:
-    def test_tells_its_version(self, run: Run) -> None:
+    def test_prints_its_version(self, run: Run) -> None:
         done = run("--version")
         assert (done.status, done.out) == (0, f"tlxgen {__version__}\n")
 
-    def test_helps(self, run: Run) -> None:
+    def test_prints_help(self, run: Run) -> None:
         done = run("--help")
         assert done.status == 0
         for command in ("tune", "show", "emit", "doctor", "cache"):
@@ -413,7 +390,7 @@ class TestProgram:
         assert done.returncode == 2
         assert done.stderr == "tlxgen: gemm: size 0 must be at least 1\n"
 
-    def test_knows_nothing_of_optuna_where_nothing_is_tuned(self) -> None:
+    def test_imports_no_optuna_if_nothing_is_tuned(self) -> None:
         script = (
             "import sys\n"
             "sys.argv = ['tlxgen', 'show', 'gemm', '8', '8', '8']\n"
@@ -445,12 +422,12 @@ class TestCheck:
         emitted.write_text(text.replace(release, "pass"))
         return emitted
 
-    def test_a_problem_is_clean(self, run: Run) -> None:
+    def test_problem_is_clean(self, run: Run) -> None:
         done = run("check", "gemm", 512, 512, 512, "--schedules", 1)
         assert done.status == 0
         assert done.out.startswith("clean: ")
 
-    def test_a_problem_with_a_config_is_checked_with_that_config(self, run: Run) -> None:
+    def test_problem_with_a_config(self, run: Run) -> None:
         config = "gemm_cp_async block_k=64 block_m=64 block_n=64 group_m=8 num_stages=4 num_warps=4"
         done = run("check", "gemm", 512, 512, 512, "--config", config, "--schedules", 3, "--json")
         answer = json.loads(done.out)
@@ -459,10 +436,10 @@ class TestCheck:
         assert answer["findings"] == []
         assert answer["runs"] == 3 * len(answer["cases"])
 
-    def test_an_emitted_file_is_clean(self, emitted: Path, run: Run) -> None:
+    def test_emitted_file_is_clean(self, emitted: Path, run: Run) -> None:
         assert run("check", emitted, "--schedules", 1).status == 0
 
-    def test_an_edited_file_is_checked_as_it_is(self, hanging: Path, run: Run) -> None:
+    def test_edited_file_is_checked(self, hanging: Path, run: Run) -> None:
         done = run("check", hanging, "--schedules", 1)
         assert done.status == 1
         assert "deadlock at" in done.out
@@ -476,12 +453,12 @@ class TestCheck:
         assert "tlx.barrier_wait(" in line
         assert deadlock["remedy"]
 
-    def test_a_seed_gives_the_same_answer_again(self, hanging: Path, run: Run) -> None:
+    def test_seed_makes_it_reproducible(self, hanging: Path, run: Run) -> None:
         first, second = (json.loads(run("check", hanging, "--seed", 5, "--json").out) for _ in range(2))
         assert first["findings"] == second["findings"]
         assert first["steps"] == second["steps"]
 
-    def test_the_timeline_says_who_works_and_who_waits(self, emitted: Path, tmp_path: Path, run: Run) -> None:
+    def test_timeline_has_work_and_waits_of_each_role(self, emitted: Path, tmp_path: Path, run: Run) -> None:
         trace = tmp_path / "trace.json"
         assert run("check", emitted, "--schedules", 1, "--timeline", trace).status == 0
         events = json.loads(trace.read_text())["traceEvents"]
@@ -490,7 +467,7 @@ class TestCheck:
         assert "default" in roles
         assert all(event["dur"] > 0 for event in events if event["ph"] == "X")
 
-    def test_a_file_of_somebody_elses_is_checked_through_a_function(self, run: Run) -> None:
+    def test_other_file_is_checked_through_its_entry(self, run: Run) -> None:
         example = ROOT / "examples" / "05_check.py"
         assert run("check", example, "--entry", "simulate").status == 0
         done = run("check", example, "--entry", "simulate_without_release")
@@ -520,7 +497,7 @@ class TestCheck:
         assert said in done.err
         assert done.err.count("\n") == 1
 
-    def test_a_timeline_that_cannot_be_written_is_one_line(self, emitted: Path, tmp_path: Path, run: Run) -> None:
+    def test_timeline_that_cannot_be_written_is_one_line(self, emitted: Path, tmp_path: Path, run: Run) -> None:
         done = run("check", emitted, "--schedules", 1, "--timeline", tmp_path / "no" / "such" / "folder.json")
         assert done.status == 2
         assert "--timeline" in done.err

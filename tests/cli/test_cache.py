@@ -1,4 +1,4 @@
-"""`tlxgen cache` as its users see it."""
+"""`tlxgen cache`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kept() -> list[TunedRecord]:
 
 
 def run(*arguments: Any, answer: str | None = None) -> SimpleNamespace:
-    """Output and errors of a command that succeeds."""
+    """Output, errors and status of a command."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=answer)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -59,7 +59,7 @@ def refused(*arguments: Any) -> TlxgenError:
     return told.value
 
 
-def test_list_shows_each_row_on_one_line_of_a_pipe() -> None:
+def test_list_prints_one_line_per_row_into_a_pipe() -> None:
     put(a_record(1), a_record(2, "attention"), a_record(3, gpu="h100", peer=None, peer_us=None))
     lines = run("list").out.splitlines()
     assert len(lines) == 4
@@ -76,14 +76,14 @@ def test_list_shows_each_row_on_one_line_of_a_pipe() -> None:
         assert part in gemm
 
 
-def test_a_problem_that_is_none_here_is_shown_field_by_field() -> None:
-    """A row of another version, in a database that both use."""
+def test_unknown_problem_is_shown_field_by_field() -> None:
+    """A row of another version of tlxgen."""
     key = a_record(77).key.model_copy(update={"problem": {"m": 77, "layout": "nn"}})
     put(a_record(key=key))
     assert "layout=nn m=77" in run("list").out
 
 
-def test_list_filters_and_speaks_json() -> None:
+def test_list_filters_and_prints_json() -> None:
     put(a_record(1), a_record(2, "attention"), a_record(3, gpu="h100"))
     (row,) = json.loads(run("list", "--operator", "gemm", "--gpu", "h200", "--json").out)
     assert (row["key_id"], row["time_us"], row["ratio"]) == (a_record(1).key.id, 100.0, 1.04)
@@ -91,7 +91,7 @@ def test_list_filters_and_speaks_json() -> None:
     assert run("list", "--operator", "nothing", "--json").out == "[]\n"
 
 
-def test_an_empty_list_says_so_on_stderr(file: Path) -> None:
+def test_empty_list_is_a_remark_on_stderr(file: Path) -> None:
     done = run("list")
     assert (done.out, done.code) == ("", 0)
     assert str(file) in done.err
@@ -103,7 +103,7 @@ def test_shipped_rows_are_listed(tmp_path: Path) -> None:
     assert a_record().key.id[:12] in run("list").out
 
 
-def test_show_takes_a_unique_beginning() -> None:
+def test_show_takes_a_unique_prefix() -> None:
     put(a_record(1), a_record(2))
     shown = json.loads(run("show", a_record(2).key.id[:8].upper()).out)
     assert shown["key"]["problem"] == problem_of(2)
@@ -113,14 +113,14 @@ def test_show_takes_a_unique_beginning() -> None:
     assert unknown.exit_code == 2
 
 
-def test_show_says_why_a_row_is_not_used() -> None:
+def test_show_says_why_a_row_is_bad() -> None:
     put(a_record())
     with Store.open() as store:
         store.mark_bad(a_record().key, "needs 400 KB of shared memory")
     assert "400 KB" in str(refused("show", a_record().key.id))
 
 
-def test_export_and_import_carry_rows_to_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_and_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(a_record(1), a_record(2), a_record(3, gpu="h100"))
     file = tmp_path / "h200.jsonl"
     assert "2 rows" in run("export", file, "--gpu", "h200").out
@@ -144,11 +144,11 @@ def test_import_policies(tmp_path: Path, policy: str, time_us: float) -> None:
     assert [record.time_us for record in kept()] == [time_us]
 
 
-def test_an_unknown_policy_is_bad_input(tmp_path: Path) -> None:
+def test_unknown_policy_is_bad_input(tmp_path: Path) -> None:
     assert run("import", tmp_path / "rows.jsonl", "--policy", "best").code == 2
 
 
-def test_import_refuses_bad_lines_one_by_one_and_takes_the_others(tmp_path: Path) -> None:
+def test_import_refuses_bad_lines_and_takes_the_others(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     dump([a_record()], file)
     good = file.read_text()
@@ -220,7 +220,7 @@ def one_stale_row(monkeypatch: pytest.MonkeyPatch) -> TunedRecord:
     return stale
 
 
-def test_stale_lists_what_waits_for_re_tuning(one_stale_row: TunedRecord) -> None:
+def test_stale_lists_rows_and_reasons(one_stale_row: TunedRecord) -> None:
     table = run("stale").out
     assert one_stale_row.key.id[:12] in table
     assert "tuned with fbtriton 3.7.4" in table
@@ -249,13 +249,13 @@ def test_untuned_lists_the_most_wanted_first() -> None:
     assert [(row["problem"]["M"], row["count"]) for row in rows] == [(2, 2), (1, 1)]
 
 
-def test_path_names_the_file_without_making_it(file: Path) -> None:
+def test_path_does_not_create_the_file(file: Path) -> None:
     assert run("path").out == f"{file}\n"
     assert not file.exists()
 
 
 @pytest.mark.parametrize("command", [["import"], ["merge"], ["prune"]])
-def test_commands_that_write_refuse_a_database_that_cannot_be(
+def test_commands_that_write_refuse_an_unwritable_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     dump([a_record()], tmp_path / "rows.jsonl")
@@ -266,7 +266,7 @@ def test_commands_that_write_refuse_a_database_that_cannot_be(
     assert "TLXGEN_CACHE" in str(error)
 
 
-def test_commands_that_read_make_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_read_use_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLXGEN_CACHE", str(tmp_path / "missing" / "tuned.db"))
     with pytest.warns(UserWarning, match="TLXGEN_CACHE"):
         assert MEMORY in run("list").err

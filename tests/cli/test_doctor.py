@@ -1,4 +1,4 @@
-"""The doctor names what is wrong, says what to do about it, and never falls ill itself."""
+"""`tlxgen doctor`: each defect of an installation is a finding with a remedy, and nothing makes it fail."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -24,14 +26,10 @@ from tlxgen.errors import CacheError
 from tlxgen.toolchain import Triton
 from tlxgen.tuner import nvml
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A database path of this test's own; the file is not there."""
-    monkeypatch.setenv("TLXGEN_CACHE", str(tmp_path / "tuned.db"))
+@pytest.fixture
+def own_cache(tmp_path: Path) -> Path:
+    """The database's path; the file does not exist."""
     return tmp_path / "tuned.db"
 
 
@@ -60,34 +58,17 @@ def _gpu(name: str, sms: int, major: int, minor: int) -> SimpleNamespace:
     return SimpleNamespace(name=name, multi_processor_count=sms, major=major, minor=minor)
 
 
-def _tool(folder: Path, name: str, script: str) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-    (folder / name).chmod(0o755)
-
-
-def test_it_covers_every_topic_on_this_machine() -> None:
+def test_findings_cover_every_topic() -> None:
     findings = doctor.examine()
     topics = {finding.topic for finding in findings}
-    assert topics >= {
-        "python",
-        "torch",
-        "gpu",
-        "driver",
-        "triton",
-        "ptxas",
-        "cuobjdump",
-        "nvdisasm",
-        "ncu",
-        "c compiler",
-        "cache",
-    }
+    assert topics >= {"python", "torch", "gpu", "driver", "triton", "ptxas", "cuobjdump", "nvdisasm", "ncu", "cache"}
+    assert "c compiler" in topics
     assert not [finding for finding in findings if "cannot be examined" in finding.detail]
     assert all(finding.remedy for finding in findings if finding.status == "problem")
     assert all("\n" not in finding.detail + finding.remedy for finding in findings)
 
 
-def test_a_probe_that_fails_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_probe_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> list[Finding]:
         raise RuntimeError("two\nlines")
 
@@ -97,7 +78,7 @@ def test_a_probe_that_fails_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("path", ["", "/nowhere"])
-def test_nothing_on_path_is_survived(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_empty_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     stub_nvml.install(monkeypatch, driver=False)
     monkeypatch.setenv("PATH", path)
     monkeypatch.delenv("CC", raising=False)
@@ -122,7 +103,7 @@ def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.status == "warning"
 
 
-def test_torch_without_cuda_is_a_warning_that_says_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_cuda_is_a_warning_with_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_torch(monkeypatch, cuda=None)
     stub_nvml.install(monkeypatch, driver=False)
     (torch,), (gpu,) = doctor._torch(), doctor._gpu()
@@ -134,11 +115,10 @@ def test_torch_without_cuda_is_a_warning_that_says_what_works(monkeypatch: pytes
 def test_torch_for_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_torch(monkeypatch, cuda=None, hip="6.2")
     (finding,) = doctor._torch()
-    assert finding.status == "warning"
-    assert "ROCm" in finding.detail
+    assert (finding.status, "ROCm" in finding.detail) == ("warning", True)
 
 
-def test_a_gpu_that_the_driver_sees_and_torch_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_only_the_driver_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     stub_nvml.install(monkeypatch, nvmlDeviceGetCount=1)
     _fake_torch(monkeypatch, cuda="13.0")
     assert "CUDA_VISIBLE_DEVICES" in doctor._gpu()[0].remedy
@@ -146,7 +126,7 @@ def test_a_gpu_that_the_driver_sees_and_torch_does_not(monkeypatch: pytest.Monke
     assert "install a CUDA build" in doctor._gpu()[0].remedy
 
 
-def test_each_gpu_has_its_line_and_only_hopper_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_has_a_finding_and_only_hopper_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [_gpu("NVIDIA H200", 132, 9, 0), _gpu("NVIDIA A100", 108, 8, 0), _gpu("NVIDIA B200", 148, 10, 0)]
     _fake_torch(monkeypatch, cuda="13.0", gpus=gpus)
     hopper, ampere, blackwell = doctor._gpu()
@@ -216,7 +196,7 @@ def test_triton(monkeypatch: pytest.MonkeyPatch, state: Triton, status: str, det
         ("2.11.0+cu130", "", None, None),
     ],
 )
-def test_torchs_compiler_beside_a_triton_that_it_does_not_know(
+def test_torch_compile(
     monkeypatch: pytest.MonkeyPatch, torch: str, triton: str, threads: str | None, status: str | None
 ) -> None:
     monkeypatch.setattr(toolchain, "inspect", lambda: replace(_state("fbtriton", "fbtriton"), version=triton))
@@ -231,7 +211,7 @@ def test_torchs_compiler_beside_a_triton_that_it_does_not_know(
         assert f"triton {triton} " in findings[0].detail
         assert findings[0].remedy == "export TORCHINDUCTOR_COMPILE_THREADS=1"
     _fake_torch(monkeypatch, cuda="13.0", version=torch)
-    assert doctor._graphs() == [], "there is no GPU to be found"
+    assert doctor._graphs() == []
     _fake_torch(monkeypatch, cuda=None, hip="7.0", gpus=[_gpu("AMD Instinct MI300X", 304, 9, 4)], version=torch)
     assert doctor._graphs() == []
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -245,74 +225,62 @@ def test_tlx_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "GLIBC_2.99" in finding.detail
 
 
-def test_missing_and_unusable_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def ptxas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The path of the environment's ptxas; the file does not exist."""
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
+    toolchain.ptxas_version.cache_clear()
+    yield tmp_path / "ptxas"
+    toolchain.ptxas_version.cache_clear()
+
+
+def test_missing_tools(monkeypatch: pytest.MonkeyPatch, ptxas: Path) -> None:
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
     monkeypatch.setattr(toolchain, "_inspected", lambda: _state("fbtriton", "fbtriton"))
-    toolchain.ptxas_version.cache_clear()
-    try:
-        assert {finding.status for finding in doctor._cuda_tools()} == {"problem"}
-        (tmp_path / "ptxas").write_text("not executable")
-        monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
-        toolchain.ptxas_version.cache_clear()
-        finding = doctor._cuda_tool("ptxas", "")
-        assert finding.status == "problem"
-        assert "does not run" in finding.detail
-    finally:
-        toolchain.ptxas_version.cache_clear()
+    assert {finding.status for finding in doctor._cuda_tools()} == {"problem"}
 
 
-def test_a_ptxas_chosen_by_the_environment_is_the_one_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    _tool(tmp_path / "bin", "ptxas", "echo 'Cuda compilation tools, release 13.1, V13.1.4'")
-    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "bin/ptxas"))
-    toolchain.ptxas_version.cache_clear()
-    try:
-        assert doctor._cuda_tool("ptxas", "").detail == f"13.1.4, {tmp_path}/bin/ptxas"
-    finally:
-        toolchain.ptxas_version.cache_clear()
+def test_ptxas_that_cannot_be_executed(ptxas: Path) -> None:
+    ptxas.write_text("not executable")
+    finding = doctor._cuda_tool("ptxas", "")
+    assert (finding.status, "does not run" in finding.detail) == ("problem", True)
 
 
-def test_a_cache_not_made_yet_is_fine_and_stays_unmade(own_cache: Path) -> None:
+def test_ptxas_of_the_environment_is_reported(ptxas: Path) -> None:
+    ptxas.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.1, V13.1.4'\n")
+    ptxas.chmod(0o755)
+    assert doctor._cuda_tool("ptxas", "").detail == f"13.1.4, {ptxas}"
+
+
+def test_missing_cache_is_ok_and_is_not_created(own_cache: Path) -> None:
     (finding,) = doctor._cache()
     assert (finding.status, finding.detail) == ("ok", f"{own_cache} (made on first use)")
     assert not own_cache.exists()
 
 
-def test_a_cache_in_a_directory_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_in_a_missing_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TLXGEN_CACHE", str(tmp_path / "mistyped/tuned.db"))
     (finding,) = doctor._cache()
-    assert finding.status == "warning"
-    assert "does not exist" in finding.detail
+    assert (finding.status, "does not exist" in finding.detail) == ("warning", True)
     assert "TLXGEN_CACHE" in finding.remedy
 
 
-class _FakeStore:
-    """Stands for a database in a given state, whatever the file holds."""
-
-    def __init__(self, *, writable: bool = True, location: str = "tuned.db", rows: int = 0) -> None:
-        self.writable, self.location, self.rows = writable, location, rows
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def records(self) -> list[None]:
-        return [None] * self.rows
+def _store(*, writable: bool = True, location: str = "tuned.db") -> Any:
+    """A database with three rows in a given state."""
+    return nullcontext(SimpleNamespace(writable=writable, location=location, records=lambda: [None] * 3))
 
 
 @pytest.mark.parametrize(
     ("store", "status", "detail"),
     [
-        (_FakeStore(rows=3), "ok", "3 tuned rows"),
-        (_FakeStore(writable=False, rows=3), "warning", "3 tuned rows, cannot be written"),
-        (_FakeStore(writable=False, location=":memory:"), "problem", "cannot be read"),
+        (_store(), "ok", "3 tuned rows"),
+        (_store(writable=False), "warning", "3 tuned rows, cannot be written"),
+        (_store(writable=False, location=":memory:"), "problem", "cannot be read"),
         (CacheError("written by a newer tlxgen"), "problem", "cannot be opened: written by a newer tlxgen"),
     ],
 )
-def test_a_cache_in_any_state(
-    monkeypatch: pytest.MonkeyPatch, own_cache: Path, store: _FakeStore | CacheError, status: str, detail: str
-) -> None:
-    def opened(_: Path) -> _FakeStore:
+def test_cache(monkeypatch: pytest.MonkeyPatch, own_cache: Path, store: Any, status: str, detail: str) -> None:
+    def opened(_: Path) -> Any:
         if isinstance(store, CacheError):
             raise store
         return store
@@ -326,12 +294,12 @@ def test_a_cache_in_any_state(
 
 
 @pytest.mark.parametrize("content", [b"this is no database, nor was it ever one" * 50, b"\x00" * 4096])
-def test_a_real_file_that_is_no_database(own_cache: Path, content: bytes) -> None:
+def test_cache_file_that_is_no_database_is_left_alone(own_cache: Path, content: bytes) -> None:
     own_cache.write_bytes(content)
     (finding,) = doctor._cache()
     assert finding.status == "problem"
     assert "not a database" in finding.detail
-    assert own_cache.read_bytes() == content, "a doctor only looks"
+    assert own_cache.read_bytes() == content
     assert list(own_cache.parent.iterdir()) == [own_cache]
 
 
@@ -343,7 +311,7 @@ def test_optional_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.remedy == "pip install 'tlxgen[plot]'"
 
 
-def test_json_is_one_line_and_tells_health() -> None:
+def test_json_is_one_line_and_says_whether_all_is_well() -> None:
     good = Finding("python", "ok", "3.12")
     bad = Finding("triton", "problem", "upstream's", "pip uninstall -y triton")
     assert json.loads(doctor.to_json([good])) == {
@@ -355,7 +323,7 @@ def test_json_is_one_line_and_tells_health() -> None:
     assert json.loads(text)["ok"] is False
 
 
-def test_the_report_keeps_brackets_and_long_commands_whole() -> None:
+def test_report_does_not_break_brackets_and_long_commands() -> None:
     command = "pip install 'tlxgen[torch]' && " + "x" * 150
     stream = io.StringIO()
     doctor.report([Finding("torch", "problem", "no [torch] here", command)], Console(file=stream, width=60))
@@ -363,7 +331,7 @@ def test_the_report_keeps_brackets_and_long_commands_whole() -> None:
     assert f"torch: {command}" in stream.getvalue()
 
 
-def test_a_bare_environment_is_survived(tmp_path: Path) -> None:
+def test_empty_environment(tmp_path: Path) -> None:
     code = "from tlxgen.cli import doctor; print(doctor.to_json(doctor.examine()))"
     root = Path(__file__).parents[2]
     variables = {"PYTHONPATH": str(root), "TLXGEN_CACHE": str(tmp_path / "tuned.db")}

@@ -1,4 +1,4 @@
-"""`tlxgen tune` of many problems: what programs asked for, most wanted first (`--untuned`), or a suite's shapes."""
+"""`tlxgen tune` of lists of problems: `--untuned`, `--suite`, `--only`, `--within`."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def on_h200(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterat
 
 @pytest.fixture
 def processes() -> list[tuple[object, ...]]:
-    """What was lent to each run: a process that measures, and compilers."""
+    """Child and pool of each run."""
     return []
 
 
 @pytest.fixture
 def tuned(monkeypatch: pytest.MonkeyPatch, processes: list[tuple[object, ...]]) -> list[str]:
-    """Labels of what was tuned; nothing is."""
+    """Labels of the problems that `run` was called with; it tunes nothing."""
     labels: list[str] = []
 
     def run(problem: Any, options: tuning_cli.Options, _log: object, *lent: object) -> SimpleNamespace:
@@ -80,7 +80,7 @@ def tlxgen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
 
 
 def keep(problem: Any, **changes: Any) -> TunedRecord:
-    """A measured row of today's code, but for changes, in the database."""
+    """Stores a measured row of today's code, with changes."""
     config = default_config(problem, H200)
     assert config is not None
     record = TunedRecord(
@@ -103,15 +103,15 @@ def ask(m: int, times: int = 1, gpu: devices.Gpu = H200) -> None:
         select(ops.get("gemm").problem((m, 1024, 1024)), gpu)
 
 
-def test_what_was_asked_for_is_tuned_in_the_order_of_wishes(tlxgen: Callable[..., int], tuned: list[str]) -> None:
+def test_untuned_problems_are_tuned_most_wanted_first(tlxgen: Callable[..., int], tuned: list[str]) -> None:
     ask(1024)
     ask(2048, times=3)
-    ask(4096, gpu=target("h100"))  # of another machine that shares the database
+    ask(4096, gpu=target("h100"))  # of another machine with the same database
     assert tlxgen("--untuned") == 0
     assert tuned == ["gemm 2048 1024 1024 bf16 nn", "gemm 1024 1024 1024 bf16 nn"]
 
 
-def test_an_operator_limits_the_list(tlxgen: Callable[..., int], tuned: list[str]) -> None:
+def test_operator_limits_the_list(tlxgen: Callable[..., int], tuned: list[str]) -> None:
     ask(1024)
     assert tlxgen("attention", "--untuned") == 0
     assert tuned == []
@@ -119,7 +119,7 @@ def test_an_operator_limits_the_list(tlxgen: Callable[..., int], tuned: list[str
     assert len(tuned) == 1
 
 
-def test_one_failure_stops_no_other_and_is_told_at_the_end(
+def test_failure_stops_no_other_and_is_reported_at_the_end(
     tlxgen: Callable[..., int], tuned: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ask(512, times=2)
@@ -131,7 +131,7 @@ def test_one_failure_stops_no_other_and_is_told_at_the_end(
     )
 
 
-def test_all_are_measured_in_one_process_and_compiled_in_one_pool(
+def test_all_problems_share_a_child_and_a_pool(
     tlxgen: Callable[..., int], tuned: list[str], processes: list[tuple[object, ...]]
 ) -> None:
     ask(1024)
@@ -142,14 +142,14 @@ def test_all_are_measured_in_one_process_and_compiled_in_one_pool(
     assert all(one is other for one, other in zip(first, second, strict=True))
 
 
-def test_an_interruption_ends_the_list(tlxgen: Callable[..., int], tuned: list[str]) -> None:
+def test_interruption_ends_the_list(tlxgen: Callable[..., int], tuned: list[str]) -> None:
     ask(1536, times=2)
     ask(1024)
     assert tlxgen("--untuned") == 0
     assert len(tuned) == 1
 
 
-def test_keys_of_other_versions_are_left_alone(tlxgen: Callable[..., int], tuned: list[str]) -> None:
+def test_keys_of_other_versions_are_ignored(tlxgen: Callable[..., int], tuned: list[str]) -> None:
     strange = tuning_key(ops.get("gemm").problem((8, 8, 8)), H200.key)
     strange = strange.model_copy(update={"problem": {**strange.problem, "colour": "blue"}})
     with Store.open(read_only_ok=False) as store:
@@ -159,13 +159,15 @@ def test_keys_of_other_versions_are_left_alone(tlxgen: Callable[..., int], tuned
 
 
 @pytest.mark.parametrize("words", [("gemm", "8", "8", "8", "--untuned"), ()], ids=["and a problem", "nothing"])
-def test_a_problem_or_the_list(words: tuple[str, ...], tlxgen: Callable[..., int], tuned: list[str]) -> None:
+def test_problem_and_list_exclude_each_other(
+    words: tuple[str, ...], tlxgen: Callable[..., int], tuned: list[str]
+) -> None:
     assert tlxgen(*words) == 2
     assert tuned == []
 
 
 @pytest.mark.parametrize(
-    ("lent", "on_the_gpu", "load", "told", "busy"),
+    ("ours", "on_the_gpu", "load", "warned", "busy"),
     [
         (True, 1, 90, False, False),
         (True, 2, 90, True, True),
@@ -173,12 +175,11 @@ def test_a_problem_or_the_list(words: tuple[str, ...], tlxgen: Callable[..., int
         (False, 1, 90, True, True),
         (False, 1, 0, True, False),
     ],
-    ids=["the lent process", "it and a stranger", "nobody", "a stranger", "a stranger that does nothing"],
+    ids=["ours", "ours and another", "none", "another", "another that is idle"],
 )
-def test_strangers_on_the_gpu_are_told_of_and_count_where_they_load_it(
-    lent: bool, on_the_gpu: int, load: int, told: bool, busy: bool, monkeypatch: pytest.MonkeyPatch
+def test_other_processes_are_a_warning_and_make_the_result_provisional_if_they_load_the_gpu(
+    ours: bool, on_the_gpu: int, load: int, warned: bool, busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that went on from the last problem is none."""
     asked: dict[str, Any] = {}
 
     def tune(*_: object, **named: object) -> SimpleNamespace:
@@ -193,15 +194,15 @@ def test_strangers_on_the_gpu_are_told_of_and_count_where_they_load_it(
     monkeypatch.setattr(gpu_lock, "other_processes", lambda _: on_the_gpu)
     monkeypatch.setattr(gpu_lock, "load", lambda _: load)
     log = Console(file=StringIO(), width=200)
-    child: Any = SimpleNamespace(alive=lent)
+    child: Any = SimpleNamespace(alive=ours)
     options = tuning_cli.Options(8, 1.0, "tpe", 0, None, None, compile_only=False, target=None, as_json=False)
     tuning_cli.run(ops.get("gemm").problem((256, 256, 256)), options, log, child)
-    assert ("1 other process(es) compute on this GPU" in log.file.getvalue()) == told  # type: ignore[attr-defined]
+    assert ("1 other process(es) compute on this GPU" in log.file.getvalue()) == warned  # type: ignore[attr-defined]
     assert asked["gpu_busy"] is busy
 
 
 class TestSuite:
-    """`tlxgen tune --suite`: every shape of a file that has no measured row."""
+    """`--suite`: every shape of a file that has no measured row."""
 
     @pytest.fixture
     def suite(self, tmp_path: Path) -> str:
@@ -213,26 +214,24 @@ class TestSuite:
         )
         return str(file)
 
-    def test_what_is_tuned_is_left_out_and_a_failure_stops_no_other(
+    def test_tuned_shapes_are_left_out_and_failures_stop_no_other(
         self, tlxgen: Callable[..., int], tuned: list[str], suite: str
     ) -> None:
         problem = ops.get("gemm").problem((1024, 1024, 1024), layout="nt")
         keep(problem)
-        assert tlxgen("--suite", suite) == 1  # of 512 no candidate survives
+        assert tlxgen("--suite", suite) == 1  # 512 fails
         assert tuned == ["gemm 512 1024 1024 bf16 nt", "gemm 2048 1024 1024 bf16 nn"]
         tuned.clear()
         keep(problem, source_hash="0" * 32)  # of code that has changed
         tlxgen("--suite", suite)
         assert "gemm 1024 1024 1024 bf16 nt" in tuned
 
-    def test_what_is_tuned_is_tuned_again_on_demand(
-        self, tlxgen: Callable[..., int], tuned: list[str], suite: str
-    ) -> None:
+    def test_again_tunes_them_too(self, tlxgen: Callable[..., int], tuned: list[str], suite: str) -> None:
         record = keep(ops.get("gemm").problem((1024, 1024, 1024), layout="nt"))
         tlxgen("--suite", suite, "--again")
         assert tuned == [problem.label for problem in suites.problems(suite)]
         with Store.open() as store:
-            assert store.get(record.key) == record, "it takes part in the new final"
+            assert store.get(record.key) == record
 
     @pytest.mark.parametrize(
         ("words", "found"),
@@ -244,14 +243,14 @@ class TestSuite:
             (["512 1024", "nt"], [512]),
         ],
     )
-    def test_words_choose_a_part(
+    def test_only_selects_by_words(
         self, tlxgen: Callable[..., int], tuned: list[str], suite: str, words: list[str], found: list[int]
     ) -> None:
         tlxgen("--suite", suite, *(f"--only={some}" for some in words))
         assert [int(label.split()[1]) for label in tuned] == found
 
     @pytest.mark.parametrize("words", [["nt", "nn"], ["102"], ["4 1024"]], ids=" and ".join)
-    def test_words_that_no_shape_has_are_bad_input(
+    def test_only_without_a_match_is_bad_input(
         self,
         tlxgen: Callable[..., int],
         tuned: list[str],
@@ -264,7 +263,7 @@ class TestSuite:
         told = " ".join(capsys.readouterr().err.split())
         assert f"has {' and '.join(map(repr, words))}; one is 'gemm 512 1024 1024 bf16 nt'" in told
 
-    def test_what_is_chosen_may_be_tuned_already(
+    def test_only_may_select_tuned_shapes(
         self, tlxgen: Callable[..., int], tuned: list[str], suite: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         keep(ops.get("gemm").problem((1024, 1024, 1024), layout="nt"))
@@ -284,15 +283,13 @@ class TestSuite:
         ],
         ids=" ".join,
     )
-    def test_what_makes_no_list_is_bad_input(
+    def test_bad_combinations_are_bad_input(
         self, tlxgen: Callable[..., int], tuned: list[str], words: list[str]
     ) -> None:
         assert tlxgen(*words) == 2
         assert tuned == []
 
-    def test_a_file_that_is_no_suite_is_bad_input(
-        self, tlxgen: Callable[..., int], tuned: list[str], tmp_path: Path
-    ) -> None:
+    def test_invalid_file_is_bad_input(self, tlxgen: Callable[..., int], tuned: list[str], tmp_path: Path) -> None:
         for content in (
             "[]",
             "operator: gemm",
@@ -305,16 +302,16 @@ class TestSuite:
         assert tuned == []
 
     @pytest.mark.parametrize("name", ["gemm", "grouped_gemm", "attention", "attention_varlen", "vector_add"])
-    def test_the_suites_that_come_with_the_source_hold_problems(self, name: str) -> None:
+    def test_shipped_suites_hold_problems(self, name: str) -> None:
         found = suites.problems(name)
         assert len(set(found)) == len(found) > 0
         assert {problem.operator for problem in found} == {name}
 
 
 class TestPart:
-    """`suites.part`: shapes by words of their labels."""
+    """`suites.part`."""
 
-    def test_finds_values_of_fields(self) -> None:
+    def test_finds_words_and_fields(self) -> None:
         listed = suites.problems("grouped_gemm")
         found = suites.part(listed, ["gather"])
         assert found == suites.part(listed, ["form=gather"]) == [one for one in listed if "gather" in one.label]
@@ -322,21 +319,21 @@ class TestPart:
         assert suites.part(found, ["swiglu", "grouped_gemm"]) == suites.part(listed, ["gather", "swiglu"])
         assert suites.part(listed, []) == listed
 
-    def test_ends_words_where_an_epilogue_has_another_part(self) -> None:
+    def test_finds_parts_of_an_epilogue(self) -> None:
         problem = ops.get("gemm").problem((8, 8, 8), epilogue="bias+gelu")
         assert suites.part([problem], ["gelu"]) == suites.part([problem], ["bias+gelu"]) == [problem]
         assert suites.part([problem], ["gel"]) == []
 
 
 class TestWithin:
-    """`--within`: a list ends where its time is over, between two problems."""
+    """`--within`: no problem is begun after that time."""
 
     @pytest.fixture(autouse=True)
     def ten_seconds_each(self, monkeypatch: pytest.MonkeyPatch, tuned: list[str]) -> None:
         monkeypatch.setattr(tuning_cli, "time", SimpleNamespace(monotonic=lambda: 10.0 * len(tuned)))
 
     @pytest.mark.parametrize(("seconds", "begun"), [(0, 1), (15, 2), (25, 3), (1000, 3)])
-    def test_no_problem_is_begun_after_it(
+    def test_leaves_problems_after_its_time(
         self,
         tlxgen: Callable[..., int],
         tuned: list[str],
@@ -353,7 +350,7 @@ class TestWithin:
         if begun < 3:
             assert f"{seconds} s are over: {3 - begun} of 3 problems are left, first gemm" in told
 
-    def test_a_failure_is_told_all_the_same(self, tlxgen: Callable[..., int], tuned: list[str]) -> None:
+    def test_reports_failures_too(self, tlxgen: Callable[..., int], tuned: list[str]) -> None:
         ask(512, times=2)
         ask(1024)
         assert tlxgen("--untuned", "--within", "5") == 1

@@ -1,4 +1,4 @@
-"""A card that answers from a recorded table of timings, so that the tuner runs without a GPU."""
+"""Recorded times in place of a GPU, and instant compilers, for whole runs of the tuner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def table(sizes: tuple[int, int, int]) -> tuple[dict[Config, float], float]:
-    """Microseconds of every config that worked, and the library's, as measured on an H200."""
+    """Microseconds of every working config, and of the library, as measured on an H200."""
     document = json.loads((RESULTS / "2026-11-29-exhaustive-gemm-h200.json").read_text())
     row = next(r for r in document["rows"] if tuple(r["problem"][n] for n in "MNK") == sizes)
     times = {
@@ -35,17 +35,17 @@ def table(sizes: tuple[int, int, int]) -> tuple[dict[Config, float], float]:
 
 @dataclass
 class RecordedCard:
-    """Stands in for `tlxgen.tuner.runner.Runner`; `log` counts how often each config was gated and timed."""
+    """Replaces `tlxgen.tuner.runner.Runner`: gates and times from a table, with noise and faults."""
 
     times: dict[Config, float]
     peer_us: float
     noise: float = 0.005
     on_measure: Callable[[], None] = lambda: None
-    luck: dict[Config, float] = field(default_factory=dict)  # factors of the next times
-    glitch: float = 1.0  # the factor of one sample of every config and measurement
-    falls: bool = False  # whether nothing survives timing any more
+    luck: dict[Config, float] = field(default_factory=dict)  #: factors of the next times
+    glitch: float = 1.0  #: factor of one sample per config and measurement
+    falls: bool = False  #: whether every candidate fails while it is timed
     verdicts: dict[Config, Verdict] = field(default_factory=dict)
-    launch_us: float = 1.0  # the rough look of every gate
+    launch_us: float = 1.0  #: rough time of every gate
     seed: int = 0
     limit: float = 20.0
     gated: list[Config] = field(default_factory=list)
@@ -53,8 +53,8 @@ class RecordedCard:
     faults: dict[str, Verdict] = field(default_factory=dict)
     child: Any = field(default_factory=lambda: SimpleNamespace(alive=True))
     rng: random.Random = field(default_factory=lambda: random.Random(0))
-    left: bool = False  # whether the child knows another problem
-    broken: BaseException | None = None  # what a setup says
+    left: bool = False  #: whether another problem uses the child
+    broken: BaseException | None = None  #: raised by `setup`
 
     @property
     def ready(self) -> bool:
@@ -71,7 +71,7 @@ class RecordedCard:
 
     def gate(self, name: str, source: KernelSource) -> Verdict:
         self.gated.append(source.config)
-        self.left = False  # it sets up anew where it has to
+        self.left = False  # it sets up again if it has to
         verdict = self.verdicts.get(source.config)
         if verdict is None:
             verdict = (
@@ -106,7 +106,7 @@ class RecordedCard:
 
 
 class InstantPool:
-    """Stands in for `CompilePool`: everything compiles at once, but for what `failures` names."""
+    """Replaces `CompilePool`: everything compiles at once, except `failures`."""
 
     failures: dict[Config, BaseException]
 
