@@ -21,7 +21,7 @@ from tlxgen.codegen import loader
 from tlxgen.codegen.compile import Architecture, compile_kernel
 from tlxgen.codegen.emit import emit
 from tlxgen.devices import Gpu, target
-from tlxgen.functional import library
+from tlxgen.functional import dispatch
 from tlxgen.ops.attention import flash
 from tlxgen.runtime import kernel as runtime
 from tlxgen.runtime import selection
@@ -200,7 +200,7 @@ class TestAmd:
         rocm(monkeypatch, name)
         assert devices.present() is None
         assert runtime._current_device() is None
-        assert library.kernels_here() is False
+        assert dispatch.kernels_here() is False
 
     def test_nothing_is_tuned_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rocm(monkeypatch, "gfx942")

@@ -12,16 +12,16 @@ from torch import Tensor
 import tlxgen
 from tlxgen import ops
 from tlxgen.devices import target
-from tlxgen.functional.dispatch import Taken
+from tlxgen.functional.dispatch import CallCache
 from tlxgen.runtime import kernel
 from tlxgen.runtime.caches import CACHES
 from tlxgen.space.candidates import candidates
 
 
 @pytest.fixture
-def taken() -> Iterator[Taken[str]]:
+def taken() -> Iterator[CallCache[str]]:
     """One that `forget` forgets only while the test runs."""
-    made: Taken[str] = Taken("gemm")
+    made: CallCache[str] = CallCache("gemm")
     yield made
     CACHES[:] = [kept for kept in CACHES if kept is not made._found]
 
@@ -30,14 +30,14 @@ def ab() -> tuple[Tensor, Tensor]:
     return torch.zeros(8, 32, dtype=torch.bfloat16), torch.zeros(32, 16, dtype=torch.bfloat16)
 
 
-def test_calls_alike_are_known(taken: Taken[str]) -> None:
+def test_calls_alike_are_known(taken: CallCache[str]) -> None:
     assert taken.get("matmul", ab()) is None
     taken.keep("matmul", ab(), "kernel")
     assert taken.get("matmul", ab()) == "kernel"
     assert taken.get("linear", ab()) is None
 
 
-def test_others_are_not(taken: Taken[str]) -> None:
+def test_others_are_not(taken: CallCache[str]) -> None:
     a, b = ab()
     taken.keep("matmul", (a, b), "kernel")
     others: list[Any] = [
@@ -53,7 +53,7 @@ def test_others_are_not(taken: Taken[str]) -> None:
     assert [taken.get("matmul", other) for other in others] == [None] * len(others)
 
 
-def test_ways_to_lie_are_told_apart(taken: Taken[str]) -> None:
+def test_ways_to_lie_are_told_apart(taken: CallCache[str]) -> None:
     a, b = ab()
     other = torch.zeros(16, 32, dtype=torch.bfloat16).T
     taken.keep("matmul", (a, b), "nn")
@@ -61,7 +61,7 @@ def test_ways_to_lie_are_told_apart(taken: Taken[str]) -> None:
     assert [taken.get("matmul", (a, x)) for x in (b, other, b)] == ["nn", "nt", "nn"]
 
 
-def test_parameters_are_known_without_gradients_alone(taken: Taken[str]) -> None:
+def test_parameters_are_known_without_gradients_alone(taken: CallCache[str]) -> None:
     a, b = ab()
     weight = torch.nn.Parameter(b)
     with torch.no_grad():
@@ -70,7 +70,7 @@ def test_parameters_are_known_without_gradients_alone(taken: Taken[str]) -> None
     assert taken.get("matmul", (a, weight)) is None
 
 
-def test_a_pin_asks_anew(taken: Taken[str]) -> None:
+def test_a_pin_asks_anew(taken: CallCache[str]) -> None:
     problem = ops.get("gemm").problem((8, 16, 32))
     one, other, *_ = candidates(problem, target("h200"))
     taken.keep("matmul", ab(), "default")
@@ -82,7 +82,7 @@ def test_a_pin_asks_anew(taken: Taken[str]) -> None:
     assert taken.get("matmul", ab()) is None
 
 
-def test_modes_are_not_taken_for_their_absence(taken: Taken[str]) -> None:
+def test_modes_are_not_taken_for_their_absence(taken: CallCache[str]) -> None:
     a, b = ab()
     taken.keep("matmul", (a, b), "kernel")
     with torch.autocast("cpu", dtype=torch.float16):
@@ -93,7 +93,7 @@ def test_modes_are_not_taken_for_their_absence(taken: Taken[str]) -> None:
     assert taken.get("matmul", (a, b)) == "kernel"
 
 
-def test_nothing_is_kept_in_modes(taken: Taken[str]) -> None:
+def test_nothing_is_kept_in_modes(taken: CallCache[str]) -> None:
     """Autocast to bf16 now may be autocast to fp16 the next time."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         taken.keep("matmul", ab(), "kernel")
@@ -103,13 +103,13 @@ def test_nothing_is_kept_in_modes(taken: Taken[str]) -> None:
     assert taken._found == {}
 
 
-def test_all_is_forgotten_with_the_kernels(taken: Taken[str]) -> None:
+def test_all_is_forgotten_with_the_kernels(taken: CallCache[str]) -> None:
     taken.keep("matmul", ab(), "kernel")
     kernel.forget()
     assert taken.get("matmul", ab()) is None
 
 
-def test_it_does_not_grow_without_end(taken: Taken[str]) -> None:
+def test_it_does_not_grow_without_end(taken: CallCache[str]) -> None:
     b = ab()[1]
     for rows in range(1, 4200):
         taken.keep("matmul", (torch.empty(rows, 32, dtype=torch.bfloat16, device="meta"), b), "kernel")

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.support.operator_cases import ARGUMENTS, GRAPHS, check
-from tlxgen.functional import library
+from tlxgen.functional import dispatch
 from tlxgen.runtime import checks, kernel
 
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(library, "kernels_here", lambda: True)
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: True)
     monkeypatch.setattr(checks, "DEVICE", "cpu")
     monkeypatch.setattr(kernel, "_current_device", lambda: None)
     kernel.forget()

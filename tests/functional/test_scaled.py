@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.functional.test_library import compiled
+from tests.functional.test_graphs import compiled
 from tlxgen import functional, ops
-from tlxgen.functional import library
+from tlxgen.functional import dispatch
 from tlxgen.functional import scaled as functional_scaled
 from tlxgen.ops import accuracy
 from tlxgen.runtime import checks as eligible
@@ -124,7 +124,7 @@ def test_what_is_no_tensor_is_refused_by_torch() -> None:
 class TestGraphs:
     @pytest.fixture(autouse=True)
     def _kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(library, "kernels_here", lambda: True)
+        monkeypatch.setattr(dispatch, "kernels_here", lambda: True)
         torch._dynamo.reset()
 
     def test_opcheck(self, inputs: dict[str, Any], served: list[Any]) -> None:
@@ -157,7 +157,7 @@ class TestGraphs:
     ) -> None:
         changes: dict[str, Any] = {"use_fast_accum": False} if case == "exact sums" else {}
         if case == "no kernels here":
-            monkeypatch.setattr(library, "kernels_here", lambda: False)
+            monkeypatch.setattr(dispatch, "kernels_here", lambda: False)
         if case == "other scales":
             changes = {"scale_b": inputs["scale_b"][:, :1]}
         monkeypatch.setattr(torch, "_scaled_grouped_mm", lambda a, b, *_, **__: a.float() @ b[0].float())

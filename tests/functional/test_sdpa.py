@@ -21,7 +21,7 @@ from torch import Tensor
 import tlxgen
 from tlxgen import functional
 from tlxgen.errors import InvalidProblemError, LaunchError
-from tlxgen.functional import attention_backward, sdpa
+from tlxgen.functional import attention_backward, attention_call
 from tlxgen.ops.attention.problem import AttentionProblem
 from tlxgen.runtime import checks
 from tlxgen.runtime import kernel as runtime
@@ -73,7 +73,7 @@ class Disguised:
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """Kernels for the CPU."""
     served = Served()
-    monkeypatch.setattr(sdpa, "kernel_for", served)
+    monkeypatch.setattr(attention_call, "kernel_for", served)
     monkeypatch.setattr(checks, "DEVICE", "cpu")
     return served
 
@@ -449,7 +449,7 @@ class TestWhatGoesToTorch:
     @pytest.mark.parametrize("form", FORMS)
     def test_is_all_on_a_cpu(self, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         served = Served()
-        monkeypatch.setattr(sdpa, "kernel_for", served)
+        monkeypatch.setattr(attention_call, "kernel_for", served)
         shape_q, shape_k, options = FORMS[form]
         tensors = inputs(shape_q, shape_k)
         self.same(tensors, options)

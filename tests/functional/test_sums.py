@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.functional.test_library import compiled
+from tests.functional.test_graphs import compiled
 from tests.functional.test_products import normal
 from tlxgen import functional
-from tlxgen.functional import library, sums
+from tlxgen.functional import dispatch, sums
 from tlxgen.runtime import checks, selection
 from tlxgen.runtime import kernel as runtime
 from tlxgen.runtime.kernel import Choice, Kernel
 
-KERNELS_HERE = library.kernels_here
+KERNELS_HERE = dispatch.kernels_here
 
 
 class Served:
@@ -49,7 +49,7 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     served = Served()
     monkeypatch.setattr(sums, "kernel_for", served)
-    monkeypatch.setattr(library, "kernels_here", lambda: True)
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: True)
     monkeypatch.setattr(checks, "DEVICE", "cpu")
     runtime.forget()
     torch._dynamo.reset()
@@ -173,7 +173,7 @@ class TestGraphs:
     @pytest.mark.parametrize("sum_of", [functional.add, functional.linear])
     def test_so_are_those_of_functorch(self, sum_of: Any, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         """Operators refuse them, and in forward mode drop them without a word."""
-        monkeypatch.setattr(library, "kernels_here", KERNELS_HERE)
+        monkeypatch.setattr(dispatch, "kernels_here", KERNELS_HERE)
         monkeypatch.setattr(runtime, "_current_device", lambda: 0)
         monkeypatch.setattr(selection, "has_triton", lambda: True)
         x, y = normal(6, 6), normal(6, 6)
@@ -197,7 +197,7 @@ class TestGraphs:
     def test_what_is_torchs_stays_torchs(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         model, graphs = compiled(functional.add)
         model(normal(4, 6), normal(6))
-        monkeypatch.setattr(library, "kernels_here", lambda: False)
+        monkeypatch.setattr(dispatch, "kernels_here", lambda: False)
         torch._dynamo.reset()
         model(normal(4, 6), normal(4, 6))
         assert graphs.compiled == 2

@@ -18,7 +18,7 @@ import tlxgen
 from tests.functional.test_products import normal
 from tlxgen import functional
 from tlxgen.devices import target
-from tlxgen.functional import varlen
+from tlxgen.functional import varlen, varlen_call
 from tlxgen.functional import varlen_backward as backward
 from tlxgen.runtime import checks
 from tlxgen.runtime import kernel as runtime
@@ -110,7 +110,7 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """As if kernels took tensors on the CPU, and torch's function too."""
     served = Served()
-    monkeypatch.setattr(varlen, "kernel_for", served)
+    monkeypatch.setattr(varlen_call, "kernel_for", served)
     monkeypatch.setattr(varlen, "_only_here", lambda _: False)
     monkeypatch.setattr(checks, "DEVICE", "cpu")
     runtime.forget()
@@ -390,7 +390,7 @@ def test_torchs_kernel_gets_what_it_reads_right(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash)
     q, k, v, *rest = inputs(kv_heads=H)
     ends_q, ends_k = (x.repeat_interleave(2)[::2] for x in rest[:2])
-    found = varlen.find((q, k, v, ends_q, ends_k), (MAX_Q, MAX_K), (False, 0))
+    found = varlen_call.find((q, k, v, ends_q, ends_k), (MAX_Q, MAX_K), (False, 0))
     assert found is not None
     late = normal(q.numel() + 1)[1:].view(q.shape)
     backward.by_flash(found.problem, (q, k, v, q), torch.zeros(H, len(q)), (ends_q, ends_k), late, None)

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from tlxgen import devices, functional
-from tlxgen.functional import attention_backward, sdpa
+from tlxgen.functional import attention_backward, attention_call
 from tlxgen.ops.attention.problem import AttentionProblem
 from tlxgen.runtime import kernel
 from tlxgen.space.candidates import favourite
@@ -33,7 +33,7 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         return kernel.Kernel(problem, kernel.Choice("default", config), gpu)
 
     kernel.forget()
-    monkeypatch.setattr(sdpa, "kernel_for", kernel_for)
+    monkeypatch.setattr(attention_call, "kernel_for", kernel_for)
     with warnings.catch_warnings():
         warnings.simplefilter("error", kernel.FallbackWarning)  # the template takes these tensors, or the test is void
         yield asked

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest
 
 from tlxgen import devices, functional
-from tlxgen.functional import varlen
+from tlxgen.functional import varlen, varlen_call
 from tlxgen.functional import varlen_backward as backward
 from tlxgen.runtime import kernel
 from tlxgen.space.candidates import favourite
@@ -44,7 +44,7 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         return kernel.Kernel(problem, kernel.Choice("default", config), gpu)
 
     kernel.forget()
-    monkeypatch.setattr(varlen, "kernel_for", kernel_for)
+    monkeypatch.setattr(varlen_call, "kernel_for", kernel_for)
     with warnings.catch_warnings():
         warnings.simplefilter("error", kernel.FallbackWarning)
         yield asked

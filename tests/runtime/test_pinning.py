@@ -16,7 +16,7 @@ from tlxgen import devices, ops, toolchain
 from tlxgen.config import Config
 from tlxgen.devices import target
 from tlxgen.errors import InvalidConfigError, InvalidProblemError, LaunchError
-from tlxgen.functional import sdpa
+from tlxgen.functional import attention_call
 from tlxgen.runtime import kernel as runtime
 from tlxgen.runtime import selection
 from tlxgen.runtime.pinning import Pin, as_config, pin, pinned
@@ -161,12 +161,12 @@ def test_attention_in_place_of_torchs_follows_pins(monkeypatch: pytest.MonkeyPat
     """What it remembers by shape is told apart by the pin."""
     problem = ops.get("attention").problem((1, 2, 64, 64))
     first, second, *_ = candidates(problem, H200)
-    monkeypatch.setattr(sdpa, "_choose", lambda problem, _: tlxgen.get_kernel("attention", problem))
+    monkeypatch.setattr(attention_call, "_choose", lambda problem, _: tlxgen.get_kernel("attention", problem))
     q = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
 
     def config() -> Config | None:
-        found = sdpa._find(q, q, q, "none", 0, 0.0, gqa=False)
-        assert isinstance(found, sdpa._Found)
+        found = attention_call.find(q, q, q, "none", 0, 0.0, gqa=False)
+        assert isinstance(found, attention_call.Found)
         return found.kernel(q, lse=False).config
 
     for chosen in (first, second, first):

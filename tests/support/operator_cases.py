@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tlxgen import functional, ops
-from tlxgen.functional.library import CALLER, GRADIENTS, NOBODY
+from tlxgen.functional.attention_call import CALLER, GRADIENTS, NOBODY
 
 #: What stands in graphs for a function of `tlxgen.functional`.
 varlen_attn: Any = functional.varlen_attn  # which registers its operators when it is asked for

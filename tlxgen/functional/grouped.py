@@ -1,9 +1,9 @@
-"""Grouped products in place of torch's: the best kernel where one takes the call, torch where none does.
+"""`grouped_mm`: a kernel where one takes the call, else torch; with gradients.
 
     >>> from tlxgen import functional as F
     >>> out = F.grouped_mm(tokens, weights, offs=offs)  # doctest: +SKIP
 
-The gradients are grouped products themselves, of the operator's other forms, and go the same way.
+Gradients are grouped products of the operator's other forms, computed in the same way.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from tlxgen import ops
 from tlxgen.devices import Hopper
 from tlxgen.errors import InvalidProblemError
-from tlxgen.functional import library, library_grouped
-from tlxgen.functional.dispatch import Lookups, Taken, better_than_torch
+from tlxgen.functional import dispatch
+from tlxgen.functional.dispatch import CallCache, LookupCache, better_than_torch
 from tlxgen.ops import torch_functions
 from tlxgen.ops.grouped_gemm.problem import GATED
 from tlxgen.runtime import checks
@@ -64,14 +64,14 @@ def grouped_mm(
     ours = bias is None and (out_dtype is None or out_dtype == mat_a.dtype)
     if torch.compiler.is_compiling():
         if ours and _in_graphs(mat_a, mat_b, offs):
-            result: Tensor = library_grouped.grouped_mm(mat_a, mat_b, offs, "")
+            result: Tensor = grouped_mm_in_graph(mat_a, mat_b, offs, "")
             return result
         return _torch(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
     kernel = None
     if ours:
-        taken = _taken("none", mat_a, mat_b, offs)
-        if taken is not None:
-            return taken(mat_a, mat_b, offs)
+        cached = _cached("none", mat_a, mat_b, offs)
+        if cached is not None:
+            return cached(mat_a, mat_b, offs)
         if _plain(mat_a, mat_b, offs):
             kernel = _find(mat_a, mat_b, offs)
     if kernel is None:
@@ -79,7 +79,7 @@ def grouped_mm(
     if torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad):
         recorded: Tensor = _GroupedProduct.apply(mat_a, mat_b, offs, kernel)  # type: ignore[no-untyped-call]
         return recorded
-    return _taking(kernel, "none", mat_a, mat_b, offs)
+    return _launch_and_cache(kernel, "none", mat_a, mat_b, offs)
 
 
 def gated_mm(
@@ -104,17 +104,17 @@ def gated_mm(
     differentiable = torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad)
     if torch.compiler.is_compiling():
         if not differentiable and _in_graphs(mat_a, mat_b, offs):
-            gated: Tensor = library_grouped.grouped_mm(mat_a, mat_b, offs, activation)
+            gated: Tensor = grouped_mm_in_graph(mat_a, mat_b, offs, activation)
             return gated
         return _activated(mat_a, mat_b, offs, activation)
     epilogue = _EPILOGUES[activation]
-    taken = _taken(epilogue, mat_a, mat_b, offs)
-    if taken is not None:
-        return taken(mat_a, mat_b, offs)
+    cached = _cached(epilogue, mat_a, mat_b, offs)
+    if cached is not None:
+        return cached(mat_a, mat_b, offs)
     if not differentiable and _plain(mat_a, mat_b, offs):
         kernel = _find(mat_a, mat_b, offs, epilogue)
         if kernel is not None:
-            return _taking(kernel, epilogue, mat_a, mat_b, offs)
+            return _launch_and_cache(kernel, epilogue, mat_a, mat_b, offs)
     return _activated(mat_a, mat_b, offs, activation)
 
 
@@ -130,9 +130,9 @@ def _torch(mat_a: Tensor, mat_b: Tensor, **named: Any) -> Tensor:
 
 
 def _in_graphs(a: Tensor, b: Tensor, offs: Tensor | None) -> bool:
-    """Whether an operator stands for a call in a graph; it is asked while the graph is made."""
+    """Whether the operator may replace torch's in a graph, by what is known while tracing."""
     return (
-        library.kernels_here()
+        dispatch.kernels_here()
         and _seen(a, b, offs)
         and _layout(a) is not None
         and _layout(b) is not None
@@ -142,26 +142,26 @@ def _in_graphs(a: Tensor, b: Tensor, offs: Tensor | None) -> bool:
 
 
 def _plain(a: Tensor, b: Tensor, offs: Tensor | None) -> bool:
-    """Whether kernels see all that there is to these tensors, and autograd and its kin need not."""
+    """Whether a kernel can read these tensors, outside of functorch transforms."""
     return _seen(a, b, offs) and not transformed()
 
 
 def _seen(a: Tensor, b: Tensor, offs: Tensor | None) -> bool:
-    """Whether kernels see all that there is to these tensors."""
+    """Whether a kernel can read these tensors: plain, on one GPU, of a supported dtype."""
     if not checks.seen(*_given(a, b, offs)) or checks.converted(a):
         return False
     return a.dtype in _DTYPES and b.dtype == a.dtype
 
 
-#: By shapes, strides, dtypes and devices: the kernel, or None where torch is to compute.
-_FOUND: Lookups[Kernel | None] = Lookups()
+#: (shapes, strides, dtypes, devices) → the kernel, or None if torch computes.
+_KERNELS: LookupCache[Kernel | None] = LookupCache()
 
 
 def _find(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str = "none") -> Kernel | None:
-    """The kernel of a call, looked up the first time only."""
+    """The kernel of a call, cached; None if torch computes."""
     ends = None if offs is None else (offs.shape, offs.stride(), offs.dtype)
     key = (a.shape, b.shape, a.stride(), b.stride(), a.dtype, a.device, ends, epilogue, pinned("grouped_gemm"))
-    return _FOUND.get(key, lambda: _look_up(a, b, offs, epilogue))
+    return _KERNELS.get(key, lambda: _look_up(a, b, offs, epilogue))
 
 
 def _look_up(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str) -> Kernel | None:
@@ -181,7 +181,7 @@ def _look_up(a: Tensor, b: Tensor, offs: Tensor | None, epilogue: str) -> Kernel
 
 
 def _fields(a: Tensor, b: Tensor, offs: Tensor | None) -> dict[str, Any] | None:
-    """Form and sizes of the problem; None for what torch refuses."""
+    """Form and sizes of the problem; None for operands that torch refuses."""
     form = f"{a.dim()}d{b.dim()}d"
     if form == "3d3d":
         if offs is not None or a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
@@ -213,7 +213,7 @@ def _layout(matrix: Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class _Launch:
-    """A kernel, and room for what it gives, in memory as torch's: no view, which nobody could change in place."""
+    """A kernel, and shape and strides of its result: torch's, and no view, so that it can be changed in place."""
 
     kernel: Kernel
     shape: tuple[int, ...]
@@ -233,20 +233,20 @@ def _launch(kernel: Kernel, a: Tensor) -> _Launch:
     return _Launch(kernel, shape, (*(pitch * math.prod(shape[i:-1]) for i in range(1, len(shape))), 1))
 
 
-#: What takes calls without gradients.
-_TAKEN: Taken[_Launch] = Taken("grouped_gemm")
+#: Calls without gradients → their launch.
+_CALLS: CallCache[_Launch] = CallCache("grouped_gemm")
 
 
-def _taken(epilogue: str, a: Any, b: Any, offs: Any) -> _Launch | None:
-    """What took calls like this one."""
-    return _TAKEN.get(epilogue, _given(a, b, offs))
+def _cached(epilogue: str, a: Any, b: Any, offs: Any) -> _Launch | None:
+    """The cached launch of such a call, or None."""
+    return _CALLS.get(epilogue, _given(a, b, offs))
 
 
-def _taking(kernel: Kernel, epilogue: str, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
-    """What the kernel gives, as it will for calls like this one."""
+def _launch_and_cache(kernel: Kernel, epilogue: str, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+    """Launches the kernel and caches the launch for such calls."""
     launch = _launch(kernel, a)
     result = launch(a, b, offs)
-    _TAKEN.keep(epilogue, _given(a, b, offs), launch)
+    _CALLS.keep(epilogue, _given(a, b, offs), launch)
     return result
 
 
@@ -255,7 +255,7 @@ def _given(*tensors: Tensor | None) -> tuple[Tensor, ...]:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """What autograd knows of a call."""
+    """A grouped product recorded by autograd."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, offs: Tensor | None, kernel: Kernel) -> Tensor:
@@ -264,7 +264,7 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Of C = A B: the gradient of A is that of C times B transposed, of B it is A transposed times that of C."""
+        """For C = A B: dA = dC Bᵀ, dB = Aᵀ dC."""
         a, b, offs = ctx.saved_tensors
         needs_a, needs_b = ctx.needs_input_grad[:2]
         grad = grad if _layout(grad) else _aligned(grad)
@@ -278,6 +278,68 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _aligned(grad: Tensor) -> Tensor:
-    """A copy with rows as torch asks for them; gradients may be expanded, or have rows of any length."""
+    """A copy with rows padded to 16 bytes, as torch requires; gradients may be expanded or have rows of any length."""
     columns, elements = grad.shape[-1], Hopper.TMA_ALIGNMENT // grad.element_size()
     return grad.new_empty((*grad.shape[:-1], -(-columns // elements) * elements))[..., :columns].copy_(grad)
+
+
+@torch.library.custom_op("tlxgen::grouped_mm", mutates_args=())
+def grouped_mm_in_graph(a: Tensor, b: Tensor, offs: Tensor | None, activation: str) -> Tensor:
+    """See `tlxgen.functional.grouped_mm`, or `tlxgen.functional.grouped.gated_mm` with an activation; contiguous.
+
+    Args:
+        a: as in `grouped_mm`.
+        b: as in `grouped_mm`.
+        offs: as in `grouped_mm`.
+        activation: of the gate, without gradients; empty for the product alone.
+    """
+    with torch.no_grad(), as_given(a):  # a graph may run under another autocast than it was traced
+        if not activation:
+            return grouped_mm(a, b, offs=offs).contiguous()
+        assert offs is not None
+        return gated_mm(a, b, offs=offs, activation=activation).contiguous()  # type: ignore[arg-type]
+
+
+@grouped_mm_in_graph.register_fake
+def _(a: Tensor, b: Tensor, offs: Tensor | None, activation: str) -> Tensor:
+    columns = b.shape[-1] // 2 if activation else b.shape[-1]
+    if a.dim() == 3:
+        return a.new_empty((a.shape[1], columns) if b.dim() == 2 else (*a.shape[:2], columns))
+    if b.dim() == 3:
+        return a.new_empty(a.shape[0], columns)
+    assert offs is not None
+    return a.new_empty(offs.shape[0], a.shape[0], columns)
+
+
+def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 - torch's
+    a, b, offs, activation = inputs
+    assert not activation, "the product has gradients, and torch's activation of it"
+    ctx.save_for_backward(a, b, offs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    a, b, offs = ctx.saved_tensors
+    of_a, of_b = ctx.needs_input_grad[:2]
+    grad = _with_aligned_rows(grad)
+    return (
+        torch.ops.tlxgen.grouped_mm(grad, b.mT, offs, "") if of_a else None,
+        torch.ops.tlxgen.grouped_mm(a.mT, grad, offs, "") if of_b else None,
+        None,
+        None,
+    )
+
+
+def _with_aligned_rows(grad: Tensor) -> Tensor:
+    """The gradient with rows aligned to 16 bytes, which kernels and torch require."""
+    elements = Hopper.TMA_ALIGNMENT // grad.element_size()
+    columns = grad.shape[-1]
+    padding = -columns % elements
+    if padding:
+        return F.pad(grad, (0, padding))[..., :columns]
+    row, column = grad.stride()[-2:]
+    # `contiguous` does not copy a single row, whatever its stride.
+    whole = column == 1 and row >= columns and row % elements == 0
+    return grad if whole else grad.clone(memory_format=torch.contiguous_format)
+
+
+grouped_mm_in_graph.register_autograd(_differentiate, setup_context=_save_operands)

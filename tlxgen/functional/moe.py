@@ -1,11 +1,11 @@
-"""A mixture-of-experts feed-forward layer in two grouped products: tokens are sorted by expert, and brought back.
+"""`fused_moe`, a mixture-of-experts feed-forward layer: sort tokens by expert, two grouped products, combine.
 
     >>> from tlxgen import functional as F
     >>> out = F.fused_moe(x, w1, w2, topk_weights, topk_ids)  # doctest: +SKIP
 
-The products are kernels of tlxgen. Unless gradients are wanted, the first has the activation in it, and the weighted
-sum is a kernel too (`tlxgen.functional.moe_combine`). Sorting is torch's. Nothing waits for the device, so CUDA graphs may capture
-it, and gradients are autograd's.
+The products are kernels of tlxgen. Without gradients the activation is fused into the first, and the weighted sum is a
+kernel too (`tlxgen.functional.moe_combine`). Torch sorts. Nothing waits for the device, so CUDA graphs may capture the
+layer. Gradients are autograd's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from tlxgen.errors import InvalidProblemError
 from tlxgen.functional.grouped import gated_mm, grouped_mm
-from tlxgen.functional.library_grouped import moe_combine
-from tlxgen.functional.moe_combine import combine
+from tlxgen.functional.moe_combine import combine, combine_in_graph
 from tlxgen.functional.moe_routing import route
 from tlxgen.runtime.checks import transformed_in_graph
 
@@ -59,14 +58,14 @@ def fused_moe(
         raise InvalidProblemError(f"fused_moe: {reason}")
     experts = w1.shape[0]
     routing = route(topk_ids, experts)
-    # A copy costs less than a kernel loses that gathers: cp.async, in small tiles, in place of TMA.
+    # A copy costs less than a gathering kernel loses by loading with cp.async, in small tiles, instead of TMA.
     tokens = x[routing.rows]
-    if torch.is_grad_enabled() and x.requires_grad:  # the gradient past the last end is nobody's, and says nothing
+    if torch.is_grad_enabled() and x.requires_grad:  # rows past the last end have no gradient
         tokens = torch.where((routing.keys < experts)[:, None], tokens, 0.0)
     hidden = gated_mm(tokens, w1.mT, offs=routing.offs, activation=activation)
     result = grouped_mm(hidden, w2.mT, offs=routing.offs)
     if torch.compiler.is_compiling() and not (transformed_in_graph() or _differentiable(result, topk_weights)):
-        total: Tensor = moe_combine(result, routing.place, topk_weights, routing.ids, experts, x)
+        total: Tensor = combine_in_graph(result, routing.place, topk_weights, routing.ids, experts, x)
         return total
     return combine(result, routing.place, topk_weights, routing.ids, experts, x.dtype)
 
@@ -76,7 +75,7 @@ def _differentiable(*tensors: Tensor) -> bool:
 
 
 def _why_no_layer(x: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> str | None:
-    """Why these tensors make no layer, or None; strides and devices are the products' to judge."""
+    """Why these tensors make no layer, or None; the products check strides and devices."""
     shapes = f"x {tuple(x.shape)}, w1 {tuple(w1.shape)}, w2 {tuple(w2.shape)}"
     if (x.dim(), w1.dim(), w2.dim()) != (2, 3, 3) or w1.shape[1] % 2:
         return f"{shapes}: it takes x (T, K), w1 (E, 2 I, K), w2 (E, K, I)"

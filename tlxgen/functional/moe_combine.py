@@ -1,7 +1,7 @@
-"""The way back of a mixture of experts: each token's rows of the last product, weighted and added up.
+"""The last step of a mixture of experts: weighted sum of each token's rows of the second product.
 
-One kernel in plain Triton (`tlxgen.functional.moe_combine_kernel`) reads every row once; torch's operations write and read the
-rows of all choices several times, and stand in where that kernel is not for the call.
+A kernel in plain Triton (`tlxgen.functional.moe_combine_kernel`) reads every row once. Torch's operations, which read
+and write rows several times, are the fallback.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlxgen import devices
 from tlxgen.runtime import checks
-from tlxgen.runtime.checks import transformed
+from tlxgen.runtime.checks import as_given, transformed
 from tlxgen.runtime.selection import FallbackWarning, has_triton
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ _WEIGHTS = _DTYPES | {torch.float64}
 _IDS = frozenset({torch.int32, torch.int64})
 _AMPERE = (8, 0)  # the first with bf16
 
-#: Launches that have been made before, whose binaries are loaded.
+#: Launches whose binaries are loaded.
 _LOADED: set[Hashable] = set()
 _MOST_LOADED = 4096
-#: Devices for which nothing can be compiled.
+#: Devices for which compiling failed.
 _UNABLE: set[int] = set()
 
 
@@ -44,8 +44,7 @@ def combine(result: Tensor, place: Tensor, weights: Tensor, ids: Tensor, experts
         place: (T k,), integers, contiguous.
         weights: (T, k), any floating dtype.
         ids: (T, k), int32 or int64.
-        experts: how many there are here. What is chosen beside them counts nothing, whatever `result` and `weights`
-            hold for it.
+        experts: number of experts here. Choices outside count as zero, whatever `result` and `weights` hold.
         dtype: of what is returned.
 
     Returns:
@@ -70,7 +69,7 @@ def _by_torch(result: Tensor, place: Tensor, weights: Tensor, ids: Tensor, exper
 
 
 def _takes(*tensors: Tensor) -> bool:
-    """Whether the kernel sees all that there is to these tensors, and autograd need not know of it."""
+    """Whether the kernel can read these tensors, and no gradient is recorded."""
     result, place, weights, ids = tensors
     if not checks.seen(*tensors) or result.dtype not in _DTYPES:
         return False
@@ -83,7 +82,7 @@ def _takes(*tensors: Tensor) -> bool:
 
 @cache
 def _compiles_for(index: int | None) -> bool:
-    """Whether Triton has a compiler for the device."""
+    """Whether Triton can compile for the device."""
     gpu = devices.detect(index)
     return gpu is not None and gpu.capability >= _AMPERE and has_triton()
 
@@ -91,7 +90,7 @@ def _compiles_for(index: int | None) -> bool:
 def _launched(
     result: Tensor, place: Tensor, weights: Tensor, ids: Tensor, experts: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """What the kernel gives; None where it cannot be compiled, or not now."""
+    """The kernel's result; None if it cannot be compiled, or not during a graph capture."""
     out = result.new_empty((ids.shape[0], result.shape[1]), dtype=dtype)
     if not out.numel():
         return out
@@ -106,24 +105,36 @@ def _launched(
             return None
         try:
             launch()
-        except Exception as error:  # noqa: BLE001 - whatever Triton and its C compiler may say, torch can do it
+        except Exception as error:  # noqa: BLE001 - any error of the compiler: torch computes
             _UNABLE.add(device)
-            text = f"fused_moe: the kernel that brings tokens back cannot be launched, torch does it: {error}"
+            text = f"fused_moe: the combining kernel cannot be launched, torch computes: {error}"
             warnings.warn(text, FallbackWarning, stacklevel=4)
             return None
-    if len(_LOADED) >= _MOST_LOADED:  # strides that differ with every call
+    if len(_LOADED) >= _MOST_LOADED:  # strides may differ with every call
         _LOADED.clear()
     _LOADED.add(loaded)
     return out
 
 
 def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, which forbids to load a binary."""
+    """Whether a CUDA graph is being captured, during which no binary can be loaded."""
     return torch.cuda.is_current_stream_capturing()
 
 
 def _what_is_loaded(launch: Launch, device: int) -> Hashable:
-    """What decides on the binary, and more: numbers in place of what Triton asks of them."""
+    """Key of the binary: dtypes, alignments, numbers and constants."""
     tensors, numbers = launch.args[:5], launch.args[5:]
     lie = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
     return device, *lie, *numbers, *launch.constants.values()
+
+
+@torch.library.custom_op("tlxgen::moe_combine", mutates_args=())
+def combine_in_graph(result: Tensor, place: Tensor, weights: Tensor, ids: Tensor, experts: int, like: Tensor) -> Tensor:
+    """See `tlxgen.functional.moe_combine.combine`, in the dtype of `like`; without gradients."""
+    with torch.no_grad(), as_given(result):
+        return combine(result, place, weights, ids, experts, like.dtype)
+
+
+@combine_in_graph.register_fake
+def _(result: Tensor, _place: Tensor, _weights: Tensor, ids: Tensor, _experts: int, like: Tensor) -> Tensor:
+    return like.new_empty(ids.shape[0], result.shape[1])

@@ -1,4 +1,4 @@
-"""The kernel of `tlxgen.functional.moe_combine`, in plain Triton: a token's rows, weighted, added up in the order of its choices.
+"""Kernel of `moe_combine` in plain Triton: weighted sum of a token's rows, in the order of its choices.
 
 It is bound by memory: k rows are read for each that is written. What decides is how many bytes are under way: to read
 4 TB/s at a microsecond a load, an H200 wants 32 KB a multiprocessor. A thread has a 16-byte load of each of its token's

@@ -1,9 +1,9 @@
-"""Matrix products in place of torch's: the best kernel where one takes the call, torch where none does, with gradients.
+"""`matmul` and `linear`: a kernel where one takes the call, else torch; with gradients.
 
     >>> from tlxgen import functional as F
     >>> y = F.linear(x, weight, bias)  # doctest: +SKIP
 
-The gradients are products themselves, in other layouts, and go the same way.
+Gradients are products in other layouts, computed in the same way.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tlxgen import ops
 from tlxgen.errors import InvalidProblemError
-from tlxgen.functional import library
-from tlxgen.functional.dispatch import Lookups, Taken, better_than_torch
+from tlxgen.functional import dispatch
+from tlxgen.functional.dispatch import CallCache, LookupCache, better_than_torch
 from tlxgen.ops import torch_functions
 from tlxgen.runtime import checks
 from tlxgen.runtime.checks import as_given, transformed
@@ -45,7 +45,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:  # noqa: A002 - torch's own 
     torch's, whose precision the user has set.
     """
     if not torch.compiler.is_compiling():
-        kernel = _TAKEN.get("matmul", (input, other))
+        kernel = _CALLS.get("matmul", (input, other))
         if kernel is not None:
             return kernel(input, other) if input.dim() == 2 else _leading(input, kernel(input.flatten(0, -2), other))
     if _takes(input, other, None):
@@ -68,7 +68,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     given = (input, weight) if bias is None else (input, weight, bias)
     if not torch.compiler.is_compiling():
-        kernel = _TAKEN.get("linear", given)
+        kernel = _CALLS.get("linear", given)
         if kernel is not None:
             named = {} if bias is None else {"bias": bias}
             if input.dim() == 2:
@@ -80,7 +80,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _takes(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
-    """Whether kernels see all that there is to these tensors, and they are operands of one product."""
+    """Whether a kernel can read these tensors, and they are operands of one product."""
     given = (a, b) if bias is None else (a, b, bias)
     if not checks.seen(*given) or any(tensor.dtype != a.dtype for tensor in given) or checks.converted(a):
         return False
@@ -88,11 +88,11 @@ def _takes(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
         return False
     if bias is not None and bias.shape != b.shape[1:]:
         return False
-    return library.kernels_here() if torch.compiler.is_compiling() else not transformed()
+    return dispatch.kernels_here() if torch.compiler.is_compiling() else not transformed()
 
 
 def _any_rank(a: Tensor, b: Tensor, bias: Tensor | None, function: str, given: tuple[Tensor, ...]) -> Tensor:
-    """The product of a (..., M, K), for a function that was given these tensors."""
+    """The product of a (..., M, K) and b; `function` and `given` are the key under which the call is cached."""
     rows = a if a.dim() == 2 else a.flatten(0, -2)
     if torch.compiler.is_compiling():
         result: Tensor = torch.ops.tlxgen.gemm(rows, b, bias)
@@ -102,7 +102,7 @@ def _any_rank(a: Tensor, b: Tensor, bias: Tensor | None, function: str, given: t
         who = _find(rows, b, bias) or _by_torch
         with as_given(a):
             result = who(rows, b) if bias is None else who(rows, b, bias=bias)
-        _TAKEN.keep(function, given, who)
+        _CALLS.keep(function, given, who)
     return result if a.dim() == 2 else _leading(a, result)
 
 
@@ -112,7 +112,7 @@ def _leading(a: Tensor, result: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """A (M, K) · B (K, N) + bias (N,), without gradients: by a kernel, or by torch where there is nothing better."""
+    """A (M, K) · B (K, N) + bias (N,), without gradients, by a kernel or by torch."""
     who = _find(a, b, bias) or _by_torch
     return who(a, b) if bias is None else who(a, b, bias=bias)
 
@@ -121,16 +121,16 @@ def _by_torch(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
-#: By shapes, layouts, dtypes and devices: the kernel, or None where torch is to compute.
-_FOUND: Lookups[Kernel | None] = Lookups()
-#: A kernel, or torch where that is to compute.
-_TAKEN: Taken[Callable[..., Tensor]] = Taken("gemm")
+#: (shapes, layouts, dtype, device) → the kernel, or None if torch computes.
+_KERNELS: LookupCache[Kernel | None] = LookupCache()
+#: Calls → a kernel, or torch's function.
+_CALLS: CallCache[Callable[..., Tensor]] = CallCache("gemm")
 
 
 def _find(a: Tensor, b: Tensor, bias: Tensor | None) -> Kernel | None:
-    """The kernel of a call, looked up the first time only."""
+    """The kernel of a call, cached; None if torch computes."""
     key = (a.shape, b.shape[1], _layout(a), _layout(b), a.dtype, a.device, bias is None, pinned("gemm"))
-    return _FOUND.get(key, lambda: _look_up(a, b, bias))
+    return _KERNELS.get(key, lambda: _look_up(a, b, bias))
 
 
 def _look_up(a: Tensor, b: Tensor, bias: Tensor | None) -> Kernel | None:
@@ -148,12 +148,12 @@ def _look_up(a: Tensor, b: Tensor, bias: Tensor | None) -> Kernel | None:
 
 
 def _layout(matrix: Tensor) -> str:
-    """`t` where columns are contiguous, else `n`; what has neither is the kernel's to pass on."""
+    """`t` where columns are contiguous, else `n`; for other strides the kernel falls back."""
     return "t" if matrix.stride(0) == 1 and matrix.stride(1) != 1 else "n"
 
 
 class _Product(torch.autograd.Function):
-    """What autograd knows of a product."""
+    """A product recorded by autograd."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -171,3 +171,33 @@ class _Product(torch.autograd.Function):
                 matmul(a.mT, grad) if of_b else None,
                 grad.sum(0) if of_bias else None,
             )
+
+
+@torch.library.custom_op("tlxgen::gemm", mutates_args=())
+def gemm(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """A (M, K) · B (K, N) + bias (N,), contiguous: the operator of graphs."""
+    with torch.no_grad(), as_given(a):  # a graph may run under another autocast than it was traced
+        return product(a, b, bias).contiguous()
+
+
+@gemm.register_fake
+def _(a: Tensor, b: Tensor, _bias: Tensor | None) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:  # noqa: ARG001 - torch's
+    a, b, _ = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    a, b = ctx.saved_tensors
+    of_a, of_b, of_bias = ctx.needs_input_grad
+    return (
+        torch.ops.tlxgen.gemm(grad, b.mT, None) if of_a else None,
+        torch.ops.tlxgen.gemm(a.mT, grad, None) if of_b else None,
+        grad.sum(0) if of_bias else None,
+    )
+
+
+gemm.register_autograd(_differentiate_product, setup_context=_keep_operands)

@@ -1,4 +1,4 @@
-"""Grouped products of 8-bit floats in place of torch's: the best kernel where one takes the call, else torch.
+"""`scaled_grouped_mm`, grouped products of 8-bit floats: a kernel where one takes the call, else torch.
 
 >>> from tlxgen import functional as F
 >>> out = F.scaled_grouped_mm(tokens, weights.mT, scale_a, scale_b, offs=offs)  # doctest: +SKIP
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tlxgen import ops
 from tlxgen.errors import InvalidProblemError
-from tlxgen.functional import library, library_grouped
-from tlxgen.functional.dispatch import Lookups, better_than_torch
+from tlxgen.functional import dispatch
+from tlxgen.functional.dispatch import LookupCache, better_than_torch
 from tlxgen.runtime import checks
-from tlxgen.runtime.checks import transformed
+from tlxgen.runtime.checks import as_given, transformed
 from tlxgen.runtime.kernel import Kernel, kernel_for
 from tlxgen.runtime.pinning import pinned
 
@@ -57,14 +57,14 @@ def scaled_grouped_mm(
     if use_fast_accum and out_dtype == torch.bfloat16 and _plain(given):
         if not torch.compiler.is_compiling():
             return product(given)
-        if library.kernels_here() and _fits(given):
-            whole: Tensor = library_grouped.scaled_grouped_mm(*given)
+        if dispatch.kernels_here() and _fits(given):
+            whole: Tensor = scaled_grouped_mm_in_graph(*given)
             return whole
     return _torch(given, offs=offs, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
 
 
 def product(given: tuple[Tensor, ...]) -> Tensor:
-    """Of tensors as kernels take them: by a kernel, or by torch where there is nothing better."""
+    """The product of tensors that kernels can read, by a kernel or by torch."""
     a, b, scale_a, scale_b, offs = given
     kernel = _find(given)
     if kernel is None:
@@ -79,7 +79,7 @@ def _torch(given: tuple[Tensor, ...], **named: Any) -> Tensor:
 
 
 def _plain(given: tuple[Tensor, ...]) -> bool:
-    """Whether kernels see all that there is to these tensors, and they are what kernels are for."""
+    """Whether a kernel can read these tensors, and their dtypes are supported."""
     if not checks.seen(*given) or tuple(tensor.dtype for tensor in given) != _DTYPES:
         return False
     return torch.compiler.is_compiling() or not transformed()
@@ -95,17 +95,17 @@ def _fits(given: tuple[Tensor, ...]) -> bool:
     return b.shape[:2] == (offs.shape[0], a.shape[1]) and a.stride(1) == 1 and b.stride(1) == 1
 
 
-#: By shapes, devices and pins: the kernel, or None where torch is to compute. Strides are the kernel's to judge.
-_FOUND: Lookups[Kernel | None] = Lookups()
+#: (shapes, device, pin) → the kernel, or None if torch computes. The kernel checks strides.
+_KERNELS: LookupCache[Kernel | None] = LookupCache()
 
 
 def _find(given: tuple[Tensor, ...]) -> Kernel | None:
-    """The kernel of a call, looked up the first time only."""
+    """The kernel of a call, cached; None if torch computes."""
     if not _fits(given):
         return None
     a, b, *_, offs = given
     key = (a.shape, b.shape, offs.shape, a.device, pinned("grouped_gemm"))
-    return _FOUND.get(key, lambda: _look_up(a, b))
+    return _KERNELS.get(key, lambda: _look_up(a, b))
 
 
 def _look_up(a: Tensor, b: Tensor) -> Kernel | None:
@@ -118,3 +118,15 @@ def _look_up(a: Tensor, b: Tensor) -> Kernel | None:
         return None
     with torch.cuda.device_of(a):  # type: ignore[no-untyped-call]
         return better_than_torch(kernel_for(problem))
+
+
+@torch.library.custom_op("tlxgen::scaled_grouped_mm", mutates_args=())
+def scaled_grouped_mm_in_graph(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor) -> Tensor:
+    """See `tlxgen.functional.scaled_grouped_mm`; contiguous, bf16, without gradients."""
+    with torch.no_grad(), as_given(a):
+        return product((a, b, scale_a, scale_b, offs)).contiguous()
+
+
+@scaled_grouped_mm_in_graph.register_fake
+def _(a: Tensor, b: Tensor, _scale_a: Tensor, _scale_b: Tensor, _offs: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[2]), dtype=torch.bfloat16)

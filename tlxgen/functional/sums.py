@@ -1,4 +1,4 @@
-"""Sums in place of torch's: the best kernel where one takes the call, torch where none does, with gradients.
+"""`add`: a kernel where one takes the call, else torch; with gradients.
 
 >>> from tlxgen import functional as F
 >>> z = F.add(x, y)  # doctest: +SKIP
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tlxgen import ops
 from tlxgen.errors import InvalidProblemError
-from tlxgen.functional import library
-from tlxgen.functional.dispatch import Lookups, better_than_torch
-from tlxgen.functional.library_add import vector_add
+from tlxgen.functional import dispatch
+from tlxgen.functional.dispatch import LookupCache, better_than_torch
 from tlxgen.ops import torch_functions
 from tlxgen.runtime import checks
 from tlxgen.runtime.checks import transformed
@@ -59,36 +58,36 @@ def add(input: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:  # noqa: A
 
 
 def total(x: Tensor, y: Tensor) -> Tensor:
-    """The sum of tensors of one shape and dtype, without gradients: by a kernel, or by torch if that is no worse."""
+    """The sum of tensors of one shape and dtype, without gradients, by a kernel or by torch."""
     kernel = _find(x) if checks.seen(x, y) and x.is_contiguous() and y.is_contiguous() else None
     return torch_functions.add(x, y) if kernel is None else _launch(kernel, x, y)
 
 
 def _takes(x: Any, y: Any) -> bool:
-    """Whether kernels see all that there is to these tensors, and they are summed element by element."""
+    """Whether a kernel can read these tensors, and they have one shape and dtype."""
     if not checks.seen(x, y) or x.dtype != y.dtype or x.dtype not in _DTYPES:
         return False
     if x.shape != y.shape or not (x.is_contiguous() and y.is_contiguous()):
         return False
-    return library.kernels_here() if torch.compiler.is_compiling() else not transformed()
+    return dispatch.kernels_here() if torch.compiler.is_compiling() else not transformed()
 
 
 def _launch(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
     if x.dim() == 1:
         return kernel(x, y)
-    # Autograd lets nobody change a view in place that a function of its own returns.
+    # Autograd forbids in-place changes of a view that a custom function returns.
     whole: Tensor = torch.ops.aten._unsafe_view(kernel(x.view(-1), y.view(-1)), x.shape)  # noqa: SLF001 - no view to it
     return whole
 
 
-#: By length, dtype and device: the kernel, or None where torch is to compute.
-_FOUND: Lookups[Kernel | None] = Lookups()
+#: (length, dtype, device) → the kernel, or None if torch computes.
+_KERNELS: LookupCache[Kernel | None] = LookupCache()
 
 
 def _find(x: Tensor) -> Kernel | None:
-    """The kernel of a call, looked up the first time only."""
+    """The kernel of a call, cached; None if torch computes."""
     key = (x.numel(), x.dtype, x.device, pinned("vector_add"))
-    return _FOUND.get(key, lambda: _look_up(x))
+    return _KERNELS.get(key, lambda: _look_up(x))
 
 
 def _look_up(x: Tensor) -> Kernel | None:
@@ -103,7 +102,7 @@ def _look_up(x: Tensor) -> Kernel | None:
 
 
 class _Sum(torch.autograd.Function):
-    """What autograd knows of a sum."""
+    """A sum recorded by autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG004 - torch's
@@ -112,3 +111,26 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(grad if needed else None for needed in ctx.needs_input_grad)
+
+
+@torch.library.custom_op("tlxgen::vector_add", mutates_args=())
+def vector_add(x: Tensor, y: Tensor) -> Tensor:
+    """X + y, of one shape and dtype, contiguous: the operator of graphs. Differentiable to any order."""
+    with torch.no_grad():
+        return total(x, y).contiguous()
+
+
+@vector_add.register_fake
+def _(x: Tensor, _y: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Saves nothing: gradients of a sum need no operand."""
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return tuple(grad if needed else None for needed in ctx.needs_input_grad)
+
+
+vector_add.register_autograd(_differentiate, setup_context=_keep)

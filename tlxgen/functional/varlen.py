@@ -1,32 +1,27 @@
-"""Attention over packed sequences in place of torch's: the best kernel where one takes the call, else torch.
+"""`varlen_attn`, attention over packed sequences: a kernel where one takes the call, else torch; with gradients.
 
     >>> from tlxgen import functional as F
     >>> out = F.varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=(-1, 0))  # doctest: +SKIP
 
-A module of its own that `tlxgen.functional` imports when it is first asked for `varlen_attn`: torch's function, which
-must be known before a program puts this one in its place, brings the compiler with it, more than a second.
+Imported by `tlxgen.functional` on first use: torch's function, which must be saved before a program replaces it,
+imports torch's compiler, which takes more than a second.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from tlxgen import ops
-from tlxgen.errors import InvalidProblemError
-from tlxgen.functional import library, library_varlen
+from tlxgen.functional import dispatch
 from tlxgen.functional import varlen_backward as backward
-from tlxgen.functional.dispatch import Lookups, Taken
-from tlxgen.ops.attention_varlen.problem import AttentionVarlenProblem
+from tlxgen.functional.attention_call import CALLER, GRADIENTS, NOBODY
+from tlxgen.functional.varlen_call import CALLS, Call, Mask, attention_varlen, find, recorded
 from tlxgen.runtime import checks
 from tlxgen.runtime.checks import as_given, transformed, transformed_in_graph
-from tlxgen.runtime.kernel import Choice, Kernel, kernel_for
-from tlxgen.runtime.pinning import pinned
 
 if TYPE_CHECKING:
     from torch.nn.attention.varlen import AuxRequest
@@ -104,7 +99,7 @@ def varlen_attn(
             result = _outside(tensors, (max_q, max_k), mask, scale, gqa=enable_gqa, wants_lse=wants_lse)
             if result is not None:
                 return result if wants_lse else result[0]
-    # What is as by default goes unsaid: older versions of torch have fewer arguments.
+    # Defaults are left out: older versions of torch have fewer arguments.
     others |= {"return_aux": return_aux} if return_aux is not None else {}
     others |= {"scale": scale} if scale is not None else {}
     others |= {"window_size": window_size} if window_size != (-1, -1) else {}
@@ -119,12 +114,8 @@ def _torch(*args: Any, **named: Any) -> Tensor | tuple[Tensor, Tensor]:
     return result
 
 
-#: Whether rows see keys up to themselves alone, aligned to the end, and how many of these; 0 for all.
-_Mask = tuple[bool, int]
-
-
-def _mask(window_size: Any) -> _Mask | None:
-    """What torch's window means; None for what kernels do not have."""
+def _mask(window_size: Any) -> Mask | None:
+    """Torch's window as (causal, keys); None if kernels do not support it."""
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         return None
     left, right = window_size
@@ -136,7 +127,7 @@ def _mask(window_size: Any) -> _Mask | None:
 
 
 def _ours(tensors: Sequence[Any], max_q: Any, max_k: Any, scale: Any) -> TypeGuard[tuple[Tensor, ...]]:
-    """Whether these are what the operator's call takes: five tensors and plain numbers."""
+    """Whether the arguments are five tensors and plain numbers."""
     return (
         all(isinstance(tensor, Tensor) for tensor in tensors)
         and isinstance(max_q, int)
@@ -146,7 +137,7 @@ def _ours(tensors: Sequence[Any], max_q: Any, max_k: Any, scale: Any) -> TypeGua
 
 
 def _fit(tensors: Sequence[Tensor], gqa: bool) -> bool:
-    """Whether sizes and dtypes are such as kernels have; how many of a size are too many, the Problem judges."""
+    """Whether shapes and dtypes are supported; the Problem checks limits."""
     q, k, v, ends_q, ends_k = tensors
     if not (q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES and ends_q.dtype == ends_k.dtype == torch.int32):
         return False
@@ -158,23 +149,20 @@ def _fit(tensors: Sequence[Tensor], gqa: bool) -> bool:
     return bool(heads % kv_heads == 0 if gqa else heads == kv_heads)
 
 
-# Outside of graphs.
-
-
 def _outside(
     tensors: tuple[Tensor, ...],
     longest: tuple[int, int],
-    mask: _Mask,
+    mask: Mask,
     scale: float | None,
     *,
     gqa: bool,
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """The output and the log-sum-exp, which is empty unless it is wanted; None where torch is to compute."""
+    """Output and log-sum-exp (empty unless wanted); None if torch computes."""
     options = (longest, mask, scale, gqa, wants_lse)
-    taken = _TAKEN.get(options, tensors)
-    if taken is not None:
-        return taken.launch(*tensors)
+    cached = CALLS.get(options, tensors)
+    if cached is not None:
+        return cached.launch(*tensors)
     if not _plain(tensors) or not _fit(tensors, gqa):
         return None
     found = find(tensors, longest, mask)
@@ -188,22 +176,21 @@ def _outside(
         return None
     with as_given(q):
         if grad:
-            out, lse = _Attention.apply(*tensors, call, wants_lse)  # type: ignore[no-untyped-call]
-            return out, lse
+            return recorded(call, tensors, wants_lse=wants_lse)
         result = call.launch(*tensors)
-    _TAKEN.keep(options, tensors, call)
+    CALLS.keep(options, tensors, call)
     return result
 
 
 def _plain(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether kernels see all that there is to these tensors, or, on a CPU, torch's own operations do."""
+    """Whether a kernel, or on a CPU torch's padded attention, can read these tensors."""
     if transformed() or not (_ordinary(tensors) if _only_here(tensors[0]) else checks.seen(*tensors)):
         return False
     return all(tensor.dim() > 0 and tensor.stride(-1) == 1 for tensor in tensors[:3])
 
 
 def _ordinary(tensors: tuple[Tensor, ...]) -> bool:
-    """As `eligible.seen`, on a CPU."""
+    """As `checks.seen`, on a CPU."""
     return checks.plain(tensors) and all(
         tensor.device == tensors[0].device and not tensor.is_nested and tensor.layout is torch.strided
         for tensor in tensors
@@ -211,149 +198,24 @@ def _ordinary(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _only_here(q: Tensor) -> bool:
-    """Whether torch's own function does not run on the device."""
+    """Whether torch's function does not support the device."""
     return q.device.type == "cpu"
 
 
-class Found:
-    """A problem that there may be kernels for, and those that were asked for."""
-
-    def __init__(self, problem: AttentionVarlenProblem) -> None:
-        self.problem = problem
-        self._kernels: dict[bool, Kernel] = {}
-
-    def kernel(self, q: Tensor, *, lse: bool) -> Kernel:
-        """The kernel for the device of q, with or without the log-sum-exp."""
-        kernel = self._kernels.get(lse)
-        if kernel is None:
-            kernel = self._kernels[lse] = _choose(self.problem.model_copy(update={"lse": lse}), q)
-        return kernel
-
-
-def _choose(problem: AttentionVarlenProblem, q: Tensor) -> Kernel:
-    if problem.empty or q.device.type != checks.DEVICE:
-        return Kernel(problem, Choice("torch", None, (f"on {q.device.type}: torch computes",)), None)
-    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        return kernel_for(problem)
-
-
-#: By shapes, lengths, dtypes, devices and options: the problem and its kernels, or None where torch is to compute.
-_FOUND: Lookups[Found | None] = Lookups()
-
-
-def find(tensors: Sequence[Tensor], longest: tuple[int, int], mask: _Mask) -> Found | None:
-    """The problem of a call of tensors that `_fit`, validated the first time only; None if there is none."""
-    q, k, _, ends_q, _ = tensors
-    key = (q.shape, k.shape, ends_q.shape, q.dtype, q.device, longest, mask, pinned("attention_varlen"))
-    return _FOUND.get(key, lambda: _look_up(q, k, ends_q, longest, mask))
-
-
-def _look_up(q: Tensor, k: Tensor, ends_q: Tensor, longest: tuple[int, int], mask: _Mask) -> Found | None:
-    causal, window = mask
-    fields = dict(zip(("total_q", "H", "D", "total_kv", "kv_heads"), (*q.shape, *k.shape[:2]), strict=True))
-    sequences = len(ends_q) - 1
-    # Sequences may be said to be longer than they are, and are where there is much past the last end.
-    most = (max(given, -(-len(x) // sequences)) for given, x in zip(longest, (q, k), strict=True))
-    fields |= {"B": sequences, **dict(zip(("max_q", "max_kv"), most, strict=True))}
-    options = {"dtype": q.dtype, "causal": "bottom-right" if causal else "none", "window": window}
-    try:
-        problem = ops.get("attention_varlen").problem(fields, **options)
-    except InvalidProblemError:  # larger than any kernel is for
-        return None
-    assert isinstance(problem, AttentionVarlenProblem)
-    return Found(problem)
-
-
-@dataclass(frozen=True)
-class Call:
-    """How a call is computed.
-
-    Attributes:
-        found: the problem and its kernels.
-        scale: of the scores.
-        lse: whether the kernel gives the log-sum-exp.
-        flash: whether torch's flash-attention backward will be given the output and the log-sum-exp.
-    """
-
-    found: Found
-    scale: float | None
-    lse: bool
-    flash: bool
-
-    def launch(self, q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor) -> tuple[Tensor, Tensor]:
-        """What the kernel gives; see `varlen_attn`. The log-sum-exp is empty unless it does."""
-        named: dict[str, Any] = {} if self.scale is None else {"scale": self.scale}
-        lse = q.new_empty((q.shape[1], q.shape[0]) if self.lse else (0,), dtype=torch.float32)
-        if self.lse:
-            named["lse"] = lse
-        if not q.is_contiguous():
-            named["out"] = torch.empty_like(q)
-        out = self.found.kernel(q, lse=self.lse)(q, k, v, ends_q, ends_k, **named)
-        if self.lse:  # of rows that see nothing, as torch has it, and its backward needs it: exp(-inf - lse) is to be 0
-            lse.masked_fill_(lse.isneginf(), float("inf"))
-        return out, lse
-
-    def gradients(
-        self,
-        tensors: Sequence[Tensor],
-        of_forward: Sequence[Tensor],
-        grad_out: Tensor | None,
-        grad_lse: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of q, k and v, from those of the output and the log-sum-exp, one of which there is."""
-        (q, k, v), ends = tensors[:3], tensors[3:]
-        if grad_out is not None and grad_lse is None and self.flash and not torch.is_grad_enabled():
-            out, lse = of_forward
-            return backward.by_flash(self.found.problem, (q, k, v, out), lse, ends, grad_out, self.scale)
-        return backward.by_formula(self.found.problem, (q, k, v), ends, grad_out, grad_lse, self.scale)
-
-
-#: What takes calls without gradients.
-_TAKEN: Taken[Call] = Taken("attention_varlen")
-
-
-class _Attention(torch.autograd.Function):
-    """What autograd knows of a call: its five tensors, the `Call`, and whether the log-sum-exp is the caller's."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        *tensors, call, wants_lse = given
-        out, lse = call.launch(*tensors)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        if not wants_lse:
-            ctx.mark_non_differentiable(lse)
-        ctx.save_for_backward(*tensors, *((out, lse) if call.flash else ()))
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad_out is None and grad_lse is None:
-            return (None,) * 7
-        saved = ctx.saved_tensors
-        with as_given(saved[0]):
-            gradients = ctx.call.gradients(saved[:5], saved[5:], grad_out, grad_lse)
-        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-        return (*(gradient if needed else None for gradient, needed in wanted), None, None, None, None)
-
-
-# In graphs.
-
-
 def _in_graphs(tensors: tuple[Tensor, ...], gqa: bool) -> bool:
-    """Whether an operator stands for a call in a graph, as far as a compiler can tell."""
+    """Whether the operator may replace torch's in a graph, by what is known while tracing."""
     device = tensors[0].device.type
     if any(tensor.device.type != device for tensor in tensors) or transformed_in_graph():
         return False
-    here = device == "cpu" or (device == checks.DEVICE and library.kernels_here())
+    here = device == "cpu" or (device == checks.DEVICE and dispatch.kernels_here())
     return here and _fit(tensors, gqa)
 
 
 def _in_graph(
-    tensors: tuple[Tensor, ...], longest: tuple[int, int], mask: _Mask, scale: float | None, *, wants_lse: bool
+    tensors: tuple[Tensor, ...], longest: tuple[int, int], mask: Mask, scale: float | None, *, wants_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """The operator of `tlxgen.functional.library_varlen`, with what its gradients will need."""
+    """The operator `tlxgen::attention_varlen`, with the log-sum-exp if gradients or the caller need it."""
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors[:3])
-    lse_for = library.CALLER if wants_lse else library.GRADIENTS if grad else library.NOBODY
-    result: tuple[Tensor, Tensor] = library_varlen.attention_varlen(*tensors, *longest, *mask, scale, lse_for)
+    lse_for = CALLER if wants_lse else GRADIENTS if grad else NOBODY
+    result: tuple[Tensor, Tensor] = attention_varlen(*tensors, *longest, *mask, scale, lse_for)
     return result

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 from tlxgen import functional
 from tlxgen.errors import InvalidProblemError, LaunchError
-from tlxgen.functional import library
-from tlxgen.functional.library import CALLER, GRADIENTS, NOBODY
+from tlxgen.functional import dispatch
+from tlxgen.functional.attention_call import CALLER, GRADIENTS, NOBODY
 from tlxgen.runtime import checks, kernel
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -23,7 +23,7 @@ sdpa = torch.nn.functional.scaled_dot_product_attention
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if the CPU had kernels; `get_kernel` gives torch's there."""
-    monkeypatch.setattr(library, "kernels_here", lambda: True)
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: True)
     monkeypatch.setattr(checks, "DEVICE", "cpu")
     monkeypatch.setattr(kernel, "_current_device", lambda: None)
     kernel.forget()
@@ -149,7 +149,7 @@ class TestGraphs:
         assert "tlxgen.attention" not in graphs.operators
 
     def test_machines_without_kernels_keep_torchs_operators(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(library, "kernels_here", lambda: False)
+        monkeypatch.setattr(dispatch, "kernels_here", lambda: False)
         q, x, weight = normal(1, 2, 8, 16, grad=False), normal(4, 16, grad=False), normal(8, 16, grad=False)
         model, graphs = compiled(
             lambda: (functional.scaled_dot_product_attention(q, q, q), functional.linear(x, weight))
@@ -181,9 +181,9 @@ class TestGraphs:
 def test_a_machine_without_a_gpu_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(kernel, "_current_device", lambda: None)
-    assert library.kernels_here() is False
+    assert dispatch.kernels_here() is False
     monkeypatch.setattr(kernel, "_current_device", lambda: 0)
-    assert library.kernels_here() is True
+    assert dispatch.kernels_here() is True
 
 
 def test_a_backward_under_autocast_computes_what_the_graph_was_made_for() -> None:

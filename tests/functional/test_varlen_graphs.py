@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest
 from torch.testing import assert_close
 
-from tests.functional.test_library import compiled
+from tests.functional.test_graphs import compiled
 from tests.functional.test_varlen import LENGTHS, MASKS, MAX_K, MAX_Q, H, ends, inputs, varlen_attn
 from tlxgen.errors import InvalidProblemError
-from tlxgen.functional import library, varlen, varlen_backward
-from tlxgen.functional.library import CALLER, GRADIENTS, NOBODY
+from tlxgen.functional import dispatch, varlen_backward, varlen_call
+from tlxgen.functional.attention_call import CALLER, GRADIENTS, NOBODY
 from tlxgen.runtime import checks, kernel
 
 OPERATOR = "tlxgen.attention_varlen.default"
@@ -110,7 +110,7 @@ class TestGraphs:
         model, graphs = compiled(varlen_attn)
         call = inputs(kv_heads=H)
         assert_close(model(*call), varlen_attn(*call))
-        found = varlen.find(call[:5], call[5:], (False, 0))
+        found = varlen_call.find(call[:5], call[5:], (False, 0))
         assert found is not None
         assert OPERATOR in graphs.operators
         assert list(found._kernels) == [False]
@@ -119,7 +119,7 @@ class TestGraphs:
     def test_what_is_torchs_stays_torchs(self, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         window = (-1, 3) if case == "a window ahead" else (-1, 0)
         if case == "no kernels here":  # on a GPU, that is
-            monkeypatch.setattr(library, "kernels_here", lambda: False)
+            monkeypatch.setattr(dispatch, "kernels_here", lambda: False)
             monkeypatch.setattr(checks, "DEVICE", "meta")
         q, k, v, *rest, max_q, max_k = inputs(kv_heads=H)
         call = [x.to("meta") for x in (q, k, v, *rest)]

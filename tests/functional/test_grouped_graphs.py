@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.functional.test_library import compiled
+from tests.functional.test_graphs import compiled
 from tlxgen import functional
-from tlxgen.functional import grouped, library, library_grouped
+from tlxgen.functional import dispatch, grouped
 from tlxgen.runtime import checks, kernel
 
 E, TOKENS, N, K = 3, 40, 24, 16
@@ -25,7 +25,7 @@ FORMS = ("2d3d", "3d2d", "2d2d", "3d3d")
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if the CPU had kernels; `get_kernel` gives torch's there."""
-    monkeypatch.setattr(library, "kernels_here", lambda: True)
+    monkeypatch.setattr(dispatch, "kernels_here", lambda: True)
     monkeypatch.setattr(checks, "DEVICE", "cpu")
     monkeypatch.setattr(kernel, "_current_device", lambda: None)
     kernel.forget()
@@ -133,7 +133,7 @@ class TestGraphs:
                 assert_close(one, other, rtol=5e-2, atol=5e-2)
 
     def test_machines_without_kernels_keep_torchs_operators(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(library, "kernels_here", lambda: False)
+        monkeypatch.setattr(dispatch, "kernels_here", lambda: False)
         a, b, offs = operands("2d3d")
         function, graphs = compiled(lambda a, b: functional.grouped_mm(a, b, offs=offs))
         assert_close(function(a, b), functional.grouped_mm(a, b, offs=offs))
@@ -141,6 +141,6 @@ class TestGraphs:
 
     def test_a_single_row_of_any_pitch_has_gradients(self) -> None:
         grad = normal(1, 27)[:, :24]
-        aligned = library_grouped._aligned(grad)
+        aligned = grouped._with_aligned_rows(grad)
         assert grouped._layout(aligned) == "n"
         assert torch.equal(aligned, grad)
