@@ -5,20 +5,17 @@ from __future__ import annotations
 import ast
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.recorded import InstantPool
 from tlxgen import __version__, devices, ops, toolchain
-from tlxgen.cli import app
 from tlxgen.codegen.emit import emit
-from tlxgen.config import Config
 from tlxgen.db.record import TunedRecord, tuning_key
 from tlxgen.db.store import Store
 from tlxgen.devices import target
@@ -33,14 +30,8 @@ GEMM = ops.get("gemm")
 PROBLEM = GEMM.problem((512, 512, 512))
 
 
-@dataclass(frozen=True)
-class Done:
-    status: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
+Run = Callable[..., Any]
+Keep = Callable[..., TunedRecord]
 
 
 @pytest.fixture(autouse=True)
@@ -50,25 +41,6 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterat
     kernel.forget()
     yield
     kernel.forget()
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Runs `tlxgen` with these words in this process."""
-    before = signal.getsignal(signal.SIGTERM)
-
-    def tlxgen(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["tlxgen", *map(str, words)])
-        status = 0
-        try:
-            app.main()
-        except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else int(bool(end.code))
-        captured = capsys.readouterr()
-        return Done(status, captured.out, captured.err)
-
-    yield tlxgen
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -84,22 +56,6 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def stored() -> list[TunedRecord]:
     with Store.open() as store:
         return store.records()
-
-
-def measured(config: Config, time_us: float = 1000.0) -> TunedRecord:
-    return TunedRecord(
-        key=tuning_key(PROBLEM, H200.key),
-        config=config,
-        origin="measured",
-        source_hash=emit(GEMM, PROBLEM, config).code_hash,
-        time_us=time_us,
-        protocol="graph-2",
-    )
-
-
-def keep(record: TunedRecord) -> None:
-    with Store.open(read_only_ok=False) as store:
-        assert store.put(record)
 
 
 class TestBadInput:
@@ -233,7 +189,7 @@ class TestTuneWithoutGpu:
         assert row.time_us == answer["time_us"]
         assert row.peer_us is None
         assert row.protocol.startswith("model-")
-        assert "nothing is measured" in " ".join(done.err.split())
+        assert "nothing is measured" in done.message
         shown = run("show", "gemm", 512, 512, 512, "--target", "h200", "--json")
         assert json.loads(shown.out)["origin"] == "predicted"
 
@@ -245,9 +201,8 @@ class TestTuneWithoutGpu:
         (row,) = stored()
         assert row.key.device == target("h100").key
 
-    def test_displaces_no_measured_row(self, run: Run) -> None:
-        row = measured(candidates(PROBLEM, H200)[-1])
-        keep(row)
+    def test_displaces_no_measured_row(self, run: Run, keep: Keep) -> None:
+        row = keep(PROBLEM, candidates(PROBLEM, H200)[-1])
         done = run("tune", "gemm", 512, 512, 512, "--compile-only", "--trials", 1, "--json")
         assert done.status == 0, done.err
         assert json.loads(done.out)["stored"] is False
@@ -316,9 +271,8 @@ class TestShow:
         assert "no tuned row" in done.out
         assert f"default: {favourite.short}" in done.out
 
-    def test_prints_a_tuned_row(self, run: Run) -> None:
-        row = measured(candidates(PROBLEM, H200)[-1])
-        keep(row)
+    def test_prints_a_tuned_row(self, run: Run, keep: Keep) -> None:
+        row = keep(PROBLEM, candidates(PROBLEM, H200)[-1])
         answer = json.loads(run("show", "gemm", 512, 512, 512, "--target", "h200", "--json").out)
         assert answer == {
             "problem": PROBLEM.model_dump(),
@@ -344,9 +298,8 @@ class TestEmit:
         assert path.read_text(encoding="utf-8") == expected
         assert run("emit", "gemm", 512, 512, 512).out == expected
 
-    def test_takes_the_tuned_row(self, run: Run) -> None:
-        row = measured(candidates(PROBLEM, H200)[-1])
-        keep(row)
+    def test_takes_the_tuned_row(self, run: Run, keep: Keep) -> None:
+        row = keep(PROBLEM, candidates(PROBLEM, H200)[-1])
         assert run("emit", "gemm", 512, 512, 512, "--target", "h200").out == emit(GEMM, PROBLEM, row.config).text
 
     def test_takes_a_template_and_parameters(self, run: Run) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from io import StringIO
@@ -15,9 +13,7 @@ import pytest
 from rich.console import Console
 
 from tlxgen import devices, ops
-from tlxgen.cli import app
 from tlxgen.cli import tune as tuning_cli
-from tlxgen.codegen.emit import emit
 from tlxgen.db.record import TunedRecord, tuning_key
 from tlxgen.db.store import Store
 from tlxgen.devices import target
@@ -63,38 +59,15 @@ def tuned(monkeypatch: pytest.MonkeyPatch, processes: list[tuple[object, ...]]) 
     return labels
 
 
-@pytest.fixture
-def tlxgen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-    before = signal.getsignal(signal.SIGTERM)
-
-    def command(*words: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["tlxgen", "tune", *words])
-        try:
-            app.main()
-        except SystemExit as end:
-            return end.code if isinstance(end.code, int) else int(bool(end.code))
-        return 0
-
-    yield command
-    signal.signal(signal.SIGTERM, before)
+Run = Callable[..., Any]
+Keep = Callable[..., TunedRecord]
 
 
-def keep(problem: Any, **changes: Any) -> TunedRecord:
-    """Stores a measured row of today's code, with changes."""
+def tuned_row(keep: Keep, m: int = 1024, **changes: Any) -> TunedRecord:
+    problem = ops.get("gemm").problem((m, 1024, 1024), layout="nt")
     config = default_config(problem, H200)
     assert config is not None
-    record = TunedRecord(
-        key=tuning_key(problem, H200.key),
-        config=config,
-        origin="measured",
-        source_hash=emit(ops.get("gemm"), problem, config).code_hash,
-        time_us=10.0,
-        protocol="graph-2",
-    ).model_copy(update=changes)
-    with Store.open(read_only_ok=False) as store:
-        store.delete([record.key])
-        store.put(record)
-    return record
+    return keep(problem, config, **changes)
 
 
 def ask(m: int, times: int = 1, gpu: devices.Gpu = H200) -> None:
@@ -103,66 +76,58 @@ def ask(m: int, times: int = 1, gpu: devices.Gpu = H200) -> None:
         select(ops.get("gemm").problem((m, 1024, 1024)), gpu)
 
 
-def test_untuned_problems_are_tuned_most_wanted_first(tlxgen: Callable[..., int], tuned: list[str]) -> None:
+def test_untuned_problems_are_tuned_most_wanted_first(run: Run, tuned: list[str]) -> None:
     ask(1024)
     ask(2048, times=3)
     ask(4096, gpu=target("h100"))  # of another machine with the same database
-    assert tlxgen("--untuned") == 0
+    assert run("tune", "--untuned").status == 0
     assert tuned == ["gemm 2048 1024 1024 bf16 nn", "gemm 1024 1024 1024 bf16 nn"]
 
 
-def test_operator_limits_the_list(tlxgen: Callable[..., int], tuned: list[str]) -> None:
+def test_operator_limits_the_list(run: Run, tuned: list[str]) -> None:
     ask(1024)
-    assert tlxgen("attention", "--untuned") == 0
+    assert run("tune", "attention", "--untuned").status == 0
     assert tuned == []
-    assert tlxgen("gemm", "--untuned") == 0
+    assert run("tune", "gemm", "--untuned").status == 0
     assert len(tuned) == 1
 
 
-def test_failure_stops_no_other_and_is_reported_at_the_end(
-    tlxgen: Callable[..., int], tuned: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failure_stops_no_other_and_is_reported_at_the_end(run: Run, tuned: list[str]) -> None:
     ask(512, times=2)
     ask(1024)
-    assert tlxgen("--untuned") == 1
-    assert len(tuned) == 2
-    assert "1 of 2 problems have no working candidate: gemm 512 1024 1024 bf16 nn" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    done = run("tune", "--untuned")
+    assert (done.status, len(tuned)) == (1, 2)
+    assert "1 of 2 problems have no working candidate: gemm 512 1024 1024 bf16 nn" in done.message
 
 
-def test_all_problems_share_a_child_and_a_pool(
-    tlxgen: Callable[..., int], tuned: list[str], processes: list[tuple[object, ...]]
-) -> None:
+def test_all_problems_share_a_child_and_a_pool(run: Run, tuned: list[str], processes: list[tuple[object, ...]]) -> None:
     ask(1024)
     ask(2048)
-    assert tlxgen("--untuned") == 0
+    assert run("tune", "--untuned").status == 0
     first, second = processes
     assert [type(one) for one in first] == [Child, CompilePool]
     assert all(one is other for one, other in zip(first, second, strict=True))
 
 
-def test_interruption_ends_the_list(tlxgen: Callable[..., int], tuned: list[str]) -> None:
+def test_interruption_ends_the_list(run: Run, tuned: list[str]) -> None:
     ask(1536, times=2)
     ask(1024)
-    assert tlxgen("--untuned") == 0
+    assert run("tune", "--untuned").status == 0
     assert len(tuned) == 1
 
 
-def test_keys_of_other_versions_are_ignored(tlxgen: Callable[..., int], tuned: list[str]) -> None:
+def test_keys_of_other_versions_are_ignored(run: Run, tuned: list[str]) -> None:
     strange = tuning_key(ops.get("gemm").problem((8, 8, 8)), H200.key)
     strange = strange.model_copy(update={"problem": {**strange.problem, "colour": "blue"}})
     with Store.open(read_only_ok=False) as store:
         store.note_untuned(strange)
-    assert tlxgen("--untuned") == 0
+    assert run("tune", "--untuned").status == 0
     assert tuned == []
 
 
 @pytest.mark.parametrize("words", [("gemm", "8", "8", "8", "--untuned"), ()], ids=["and a problem", "nothing"])
-def test_problem_and_list_exclude_each_other(
-    words: tuple[str, ...], tlxgen: Callable[..., int], tuned: list[str]
-) -> None:
-    assert tlxgen(*words) == 2
+def test_problem_and_list_exclude_each_other(words: tuple[str, ...], run: Run, tuned: list[str]) -> None:
+    assert run("tune", *words).status == 2
     assert tuned == []
 
 
@@ -215,20 +180,19 @@ class TestSuite:
         return str(file)
 
     def test_tuned_shapes_are_left_out_and_failures_stop_no_other(
-        self, tlxgen: Callable[..., int], tuned: list[str], suite: str
+        self, run: Run, keep: Keep, tuned: list[str], suite: str
     ) -> None:
-        problem = ops.get("gemm").problem((1024, 1024, 1024), layout="nt")
-        keep(problem)
-        assert tlxgen("--suite", suite) == 1  # 512 fails
+        tuned_row(keep)
+        assert run("tune", "--suite", suite).status == 1  # 512 fails
         assert tuned == ["gemm 512 1024 1024 bf16 nt", "gemm 2048 1024 1024 bf16 nn"]
         tuned.clear()
-        keep(problem, source_hash="0" * 32)  # of code that has changed
-        tlxgen("--suite", suite)
+        tuned_row(keep, source_hash="0" * 32)  # of code that has changed
+        run("tune", "--suite", suite)
         assert "gemm 1024 1024 1024 bf16 nt" in tuned
 
-    def test_again_tunes_them_too(self, tlxgen: Callable[..., int], tuned: list[str], suite: str) -> None:
-        record = keep(ops.get("gemm").problem((1024, 1024, 1024), layout="nt"))
-        tlxgen("--suite", suite, "--again")
+    def test_again_tunes_them_too(self, run: Run, keep: Keep, tuned: list[str], suite: str) -> None:
+        record = tuned_row(keep)
+        run("tune", "--suite", suite, "--again")
         assert tuned == [problem.label for problem in suites.problems(suite)]
         with Store.open() as store:
             assert store.get(record.key) == record
@@ -244,32 +208,29 @@ class TestSuite:
         ],
     )
     def test_only_selects_by_words(
-        self, tlxgen: Callable[..., int], tuned: list[str], suite: str, words: list[str], found: list[int]
+        self, run: Run, tuned: list[str], suite: str, words: list[str], found: list[int]
     ) -> None:
-        tlxgen("--suite", suite, *(f"--only={some}" for some in words))
+        run("tune", "--suite", suite, *(f"--only={some}" for some in words))
         assert [int(label.split()[1]) for label in tuned] == found
 
     @pytest.mark.parametrize("words", [["nt", "nn"], ["102"], ["4 1024"]], ids=" and ".join)
     def test_only_without_a_match_is_bad_input(
         self,
-        tlxgen: Callable[..., int],
+        run: Run,
         tuned: list[str],
         suite: str,
         words: list[str],
-        capsys: pytest.CaptureFixture[str],
     ) -> None:
-        assert tlxgen("--suite", suite, *(f"--only={some}" for some in words)) == 2
-        assert tuned == []
-        told = " ".join(capsys.readouterr().err.split())
-        assert f"has {' and '.join(map(repr, words))}; one is 'gemm 512 1024 1024 bf16 nt'" in told
+        done = run("tune", "--suite", suite, *(f"--only={some}" for some in words))
+        assert (done.status, tuned) == (2, [])
+        message = done.message
+        assert f"has {' and '.join(map(repr, words))}; one is 'gemm 512 1024 1024 bf16 nt'" in message
 
-    def test_only_may_select_tuned_shapes(
-        self, tlxgen: Callable[..., int], tuned: list[str], suite: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        keep(ops.get("gemm").problem((1024, 1024, 1024), layout="nt"))
-        assert tlxgen("--suite", suite, "--only", "1024 1024 1024") == 0
-        assert tuned == []
-        assert "1 of 1 shapes are tuned on h200" in capsys.readouterr().err
+    def test_only_may_select_tuned_shapes(self, run: Run, keep: Keep, tuned: list[str], suite: str) -> None:
+        tuned_row(keep)
+        done = run("tune", "--suite", suite, "--only", "1024 1024 1024")
+        assert (done.status, tuned) == (0, [])
+        assert "1 of 1 shapes are tuned on h200" in done.message
 
     @pytest.mark.parametrize(
         "words",
@@ -283,13 +244,11 @@ class TestSuite:
         ],
         ids=" ".join,
     )
-    def test_bad_combinations_are_bad_input(
-        self, tlxgen: Callable[..., int], tuned: list[str], words: list[str]
-    ) -> None:
-        assert tlxgen(*words) == 2
+    def test_bad_combinations_are_bad_input(self, run: Run, tuned: list[str], words: list[str]) -> None:
+        assert run("tune", *words).status == 2
         assert tuned == []
 
-    def test_invalid_file_is_bad_input(self, tlxgen: Callable[..., int], tuned: list[str], tmp_path: Path) -> None:
+    def test_invalid_file_is_bad_input(self, run: Run, tuned: list[str], tmp_path: Path) -> None:
         for content in (
             "[]",
             "operator: gemm",
@@ -298,7 +257,7 @@ class TestSuite:
             "operator: gemm\nshapes: [{sizes: [-1, 2, 3]}]",
         ):
             (tmp_path / "bad.yaml").write_text(content)
-            assert tlxgen("--suite", str(tmp_path / "bad.yaml")) == 2
+            assert run("tune", "--suite", str(tmp_path / "bad.yaml")).status == 2
         assert tuned == []
 
     @pytest.mark.parametrize("name", ["gemm", "grouped_gemm", "attention", "attention_varlen", "vector_add"])
@@ -335,23 +294,22 @@ class TestWithin:
     @pytest.mark.parametrize(("seconds", "begun"), [(0, 1), (15, 2), (25, 3), (1000, 3)])
     def test_leaves_problems_after_its_time(
         self,
-        tlxgen: Callable[..., int],
+        run: Run,
         tuned: list[str],
         seconds: int,
         begun: int,
-        capsys: pytest.CaptureFixture[str],
     ) -> None:
         for times, m in enumerate((1024, 2048, 4096), start=1):
             ask(m, times)
-        assert tlxgen("--untuned", "--within", str(seconds)) == 0
-        assert tuned == [f"gemm {m} 1024 1024 bf16 nn" for m in (4096, 2048, 1024)][:begun]
-        told = " ".join(capsys.readouterr().err.split())
-        assert ("s are over" in told) == (begun < 3)
+        done = run("tune", "--untuned", "--within", str(seconds))
+        assert (done.status, tuned) == (0, [f"gemm {m} 1024 1024 bf16 nn" for m in (4096, 2048, 1024)][:begun])
+        message = done.message
+        assert ("s are over" in message) == (begun < 3)
         if begun < 3:
-            assert f"{seconds} s are over: {3 - begun} of 3 problems are left, first gemm" in told
+            assert f"{seconds} s are over: {3 - begun} of 3 problems are left, first gemm" in message
 
-    def test_reports_failures_too(self, tlxgen: Callable[..., int], tuned: list[str]) -> None:
+    def test_reports_failures_too(self, run: Run, tuned: list[str]) -> None:
         ask(512, times=2)
         ask(1024)
-        assert tlxgen("--untuned", "--within", "5") == 1
+        assert run("tune", "--untuned", "--within", "5").status == 1
         assert len(tuned) == 1
