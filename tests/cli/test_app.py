@@ -216,7 +216,7 @@ class TestTuneWithoutGpu:
         assert json.loads(done.out)["config"]["template"] == "gemm_vanilla"
 
     def test_stores_nothing_if_every_candidate_fails(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        error = CompileError("ptxas", "register allocation failed")
+        error: BaseException = CompileError("ptxas", "register allocation failed")
         failures = dict.fromkeys(candidates(PROBLEM, H200), error)
         monkeypatch.setattr(compile_pool, "CompilePool", lambda *_, **__: InstantPool(failures))
         done = run("tune", "gemm", 512, 512, 512, "--compile-only", "--trials", 3)

@@ -1,4 +1,4 @@
-"""Jobs for child processes: they live in a module of their own, which parent and child import by name."""
+"""Jobs for child processes, in a module that parent and child import by one name."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def pid() -> int:
 
 
 def count() -> int:
-    """How often this process was asked."""
-    global _calls  # noqa: PLW0603 - what jobs share is what is tested
+    """Number of calls in this process."""
+    global _calls  # noqa: PLW0603 - state shared by jobs
     _calls += 1
     return _calls
 
@@ -46,14 +46,14 @@ class Echo:
 
 
 class TwoArgumentsError(Exception):
-    """Pickles, and does not come back: its constructor wants what `args` does not hold."""
+    """Pickles, and does not unpickle: its constructor takes other arguments than `args`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
 
 
 class HoldsALockError(Exception):
-    """Does not pickle at all."""
+    """Does not pickle."""
 
     def __init__(self, text: str) -> None:
         import threading
@@ -97,7 +97,7 @@ def kill_self() -> None:
 
 
 def end_with_advice() -> None:
-    """As torch does where CUDA fails."""
+    """Like torch when CUDA fails."""
     sys.stderr.write("Traceback\ntorch.AcceleratorError: CUDA error: misaligned address\nFor debugging, try this.\n")
     sys.stderr.flush()
     os._exit(3)
@@ -118,7 +118,7 @@ def ignore_signals_and_sleep() -> None:
 
 
 def _write(note: Path, text: str) -> None:
-    """At once: whoever sees the file sees all of it."""
+    """Writes atomically."""
     part = note.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
     part.rename(note)
@@ -126,7 +126,7 @@ def _write(note: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class SleepWithAChild:
-    """Starts a process of its own, as a compiler starts ptxas, notes both ids, and never ends."""
+    """Starts a process, as a compiler starts ptxas, notes both ids, and never ends."""
 
     note: Path
 
@@ -149,7 +149,7 @@ class Sleep:
 
 @dataclass(frozen=True)
 class Compile:
-    """Compiles a config as a launch would, in a process that the compiler may end: its hash, and its shared memory."""
+    """Compiles a config as a launch would; returns its hash and its shared memory."""
 
     problem: Problem
     config: Config

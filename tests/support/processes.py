@@ -1,4 +1,4 @@
-"""Processes as Linux shows them: which there are, below which, and for how long."""
+"""Running processes and their descendants, from /proc."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and not a zombie that waits to be reaped."""
+    """Whether a process exists and is no zombie."""
     state, _ = _state_and_parent(pid)
     return state not in {"", "Z", "X"}
 
 
 def descendants(pid: int) -> set[int]:
-    """Running processes that this one started, or that those started."""
+    """Running processes that this one started, and theirs."""
     parents = {int(path.name): _state_and_parent(int(path.name))[1] for path in Path("/proc").glob("[0-9]*")}
     found, newer = set[int](), {pid}
     while newer:
@@ -32,7 +32,7 @@ def _state_and_parent(pid: int) -> tuple[str, int]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Whether it comes true in time."""
+    """Whether the condition becomes true in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():

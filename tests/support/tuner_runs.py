@@ -1,4 +1,4 @@
-"""Runs of the tuner that are spoilt or cut short, and what must hold of them: on the stub card and on a real one."""
+"""Requirements on runs of the tuner with faults, signals and resumption, for the stub GPU and for a real one."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tlxgen.tuner.measure import PROTOCOL, Verdict
 from tlxgen.tuner.result import TuneResult
 
 ROOT = Path(__file__).parents[2]
-#: For processes: this tree before whatever else they find their packages by.
+#: PYTHONPATH of processes: this tree first.
 PATH = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-#: Of `note_gates`, in the folder of the database.
+#: File of `note_gates` in the database's folder.
 _GATES = "gates"
 
 
 def note_gates(folder: Path) -> None:
-    """Has this process write down which candidates it is about to gate, for whoever kills it."""
+    """Makes this process write the id of each candidate to a file before it gates it."""
     from tlxgen.tuner.runner import Runner
 
     gate = Runner.gate
@@ -46,13 +46,13 @@ def note_gates(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where `tlxgen tune` runs, and on which problem.
+    """A database, a problem, and a way to run `tlxgen tune` on it.
 
     Attributes:
         folder: of the database.
         key: of the problem.
-        words: the problem and options, for every run.
-        start: Python that does what `tlxgen` does, with `sys.argv`; in batches of eight, with `note_gates`.
+        words: problem and options of every run.
+        start: Python code that does what `tlxgen` does with `sys.argv`, in batches of eight and with `note_gates`.
     """
 
     folder: Path
@@ -61,16 +61,16 @@ class Machine:
     start: str
 
     def command(self, trials: int) -> Command:
-        """A run that has begun."""
+        """A started run."""
         return Command(self, ["tune", *self.words, "--trials", str(trials), "--json"])
 
     def row(self) -> TunedRecord | None:
-        """What is stored for the problem."""
+        """The row of the problem."""
         with Store.open(self.folder / "tuned.db") as store:
             return store.get(self.key)
 
     def tried(self) -> set[str]:
-        """Ids of the candidates with a trial."""
+        """Ids of candidates with a trial."""
         if not (self.folder / "tuned.db").exists():
             return set()
         connection = sqlite3.connect(self.folder / "tuned.db")
@@ -82,7 +82,7 @@ class Machine:
             connection.close()
 
     def gated(self) -> list[str]:
-        """Ids of the candidates that gates have begun for, in order."""
+        """Ids of candidates whose gates have begun, in order."""
         return (self.folder / _GATES).read_text().split()
 
 
@@ -91,7 +91,7 @@ class Command:
 
     def __init__(self, machine: Machine, words: Sequence[str]) -> None:
         self.machine = machine
-        # Whoever started these tests in the background may have them ignore Ctrl-C, which children inherit.
+        # Tests that were started in the background may ignore Ctrl-C, which children inherit.
         script = f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{machine.start}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", script, *words],
@@ -102,19 +102,19 @@ class Command:
         )
 
     def wait_for_trials(self, n: int) -> None:
-        """Until so many are kept; the run must not have ended by then."""
+        """Waits until so many trials are stored; the run must not have ended by then."""
         assert wait_until(lambda: len(self.machine.tried()) >= n or self.process.poll() is not None, 300)
         assert self.process.poll() is None, self.process.communicate()
 
     def kill(self) -> None:
-        """SIGKILL, and with it goes all that it started."""
+        """Sends SIGKILL, after which no process that it started may be left."""
         started = descendants(self.process.pid)
         self.process.kill()
         self.process.communicate()
         assert wait_until(lambda: not any(map(is_running, started))), "SIGKILL left a process"
 
     def end(self) -> dict[str, Any]:
-        """The answer."""
+        """Waits for the end; returns the answer."""
         started = descendants(self.process.pid)
         out, err = self.process.communicate(timeout=400)
         assert self.process.returncode == 0, err
@@ -124,7 +124,7 @@ class Command:
 
 
 def signals_lose_nothing_finished(machine: Machine, trials: int) -> dict[str, Any]:
-    """SIGKILL, SIGTERM and Ctrl-C, each in the middle of a search, and the same command again: what that says."""
+    """Sends SIGKILL, SIGTERM and Ctrl-C, each in the middle of a search, and runs the same command; its answer."""
     command = machine.command(trials)
     command.wait_for_trials(9)  # the second batch: the best of the first is kept
     command.kill()
@@ -141,7 +141,7 @@ def signals_lose_nothing_finished(machine: Machine, trials: int) -> dict[str, An
         assert answer["interrupted"] is True
         assert answer["resumed"] == len(kept)
         kept = machine.tried()
-        assert len(kept) - 1 <= answer["tried"] <= len(kept) < trials, "one may have been kept and not counted yet"
+        assert len(kept) - 1 <= answer["tried"] <= len(kept) < trials, "one may be stored and not counted yet"
         row = machine.row()
         assert row is not None
         assert (row.protocol, row.config.model_dump()) == (PROTOCOL, answer["config"])
@@ -157,10 +157,7 @@ def bad_candidates_cost_a_trial_each(
     good: Sequence[Config],
     bad: Mapping[Config, str],
 ) -> TuneResult:
-    """One run among good candidates and bad ones, each of which has the class that its trial is to get.
-
-    The bad ones stand between the good, and are said to be faster by whoever ranks them.
-    """
+    """One run with good candidates and bad ones among them, given with the class that the trial must get."""
     half = len(bad) // 2
     configs = [good[0], *list(bad)[:half], *good[1:-1], *list(bad)[half:], good[-1]]
     before = descendants(os.getpid())
@@ -176,7 +173,7 @@ def bad_candidates_cost_a_trial_each(
 
 
 def script(install: str, problem: str, trials: int) -> str:
-    """A plain script that tunes into the file that it is told, and then notes that it ran; nothing guards it."""
+    """A script without a main guard, which tunes into a given file and then notes that it ran."""
     return f"""
 import sys
 from pathlib import Path
@@ -194,7 +191,7 @@ def tuned(path):
 
 
 def run_to_the_end(words: Sequence[str], database: Path) -> None:
-    """Python with these words and a file for results, which must have run once, and tuned, and left no process."""
+    """Runs Python with these words and a database, which must tune once."""
     done = subprocess.run(
         [sys.executable, *words, str(database)],
         env={**os.environ, "PYTHONPATH": PATH},

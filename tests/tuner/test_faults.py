@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,16 +31,8 @@ from tlxgen.tuner import tune
 from tlxgen.tuner.measure import PROTOCOL
 from tlxgen.tuner.result import Budget, TuneResult
 
-ROOT = Path(__file__).parents[2]
-PATH = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])
 PROBLEM = ops.get("vector_add").problem((4096,))
 KEY = tuning_key(PROBLEM, devices.target("h200").key)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "tuned.db") as store:
-        yield store
 
 
 @pytest.fixture(autouse=True)

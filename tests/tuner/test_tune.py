@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,12 +28,6 @@ from tlxgen.tuner.result import Budget, TuneResult
 SQUARE = (4096, 4096, 4096)
 FLAT = (512, 4096, 4096)
 H200 = devices.target("h200")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "tuned.db") as store:
-        yield store
 
 
 def candidates(problem: Problem, gpu: Gpu, templates: tuple[str, ...] | None = None) -> list[Config]:
