@@ -302,7 +302,7 @@ class TestOnGpu:
         monkeypatch.setattr(retime, "make_runner", dead)
         output = run("--gpu", status=1)
         assert len(asked) == output.count("no CUDA-capable device") == 3
-        assert output.count("not tried: the card did not answer") == len(lines_of(folder)) - 3
+        assert output.count("not tried: the GPU did not answer") == len(lines_of(folder)) - 3
 
     def test_other_processes_are_a_warning(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpu_lock, "other_processes", lambda gpu: 2)

@@ -140,7 +140,7 @@ def _retimed(outcomes: Sequence[Outcome], present: Gpu | None, limit: float, log
             elif failures == _GIVEN_UP:
                 yield retime.not_tried(outcome)
             else:
-                with log.status(f"on the card, one of {count}: {outcome.row.name}"):
+                with log.status(f"on the GPU, one of {count}: {outcome.row.name}"):
                     found = retime.retime(outcome, lambda problem: retime.make_runner(problem, limit))
                 failures = failures + 1 if retime.gpu_failed(found) else 0
                 yield found

@@ -83,7 +83,7 @@ def gpu_failed(outcome: Outcome) -> bool:
 
 def not_tried(outcome: Outcome) -> Outcome:
     """The outcome of a row that is skipped because the GPU does not answer."""
-    return outcome.adding(Finding("card", "not tried: the card did not answer for the rows before", _CHECK_GPU))
+    return outcome.adding(Finding("card", "not tried: the GPU did not answer for the rows before", _CHECK_GPU))
 
 
 def _on(runner: Runner, outcome: Outcome, record: TunedRecord, problem: Problem) -> Outcome:
@@ -152,4 +152,4 @@ def _slower(found: Retimed, record: TunedRecord, report: DeviceReport) -> Findin
     ]
     if others:
         return Finding("time", f"{what}; {', '.join(others)}", f"another library may be faster: {tune_again(record)}")
-    return Finding("time", what, f"see that nothing else ran on the card, then {tune_again(record)}")
+    return Finding("time", what, f"see that nothing else ran on the GPU, then {tune_again(record)}")

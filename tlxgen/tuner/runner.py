@@ -205,7 +205,7 @@ class Runner:
                 what = f"the GPU has too little free memory for {self.problem.label}: {error}"
                 raise _OutOfMemoryError(what) from error
             self.child.kill()
-            raise _JobFailedError(f"{type(error).__name__} on the card: {error}") from error
+            raise _JobFailedError(f"{type(error).__name__} on the GPU: {error}") from error
 
     def _ensure(self) -> None:
         """Replaces a dead child, and gates the candidates in `sources` again; drops those that fail."""
