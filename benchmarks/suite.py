@@ -1,27 +1,24 @@
-"""Times the tuned and the default kernel of every shape of a suite against the libraries, interleaved in one run.
+"""Speed of the tuned and the default kernel against the libraries, for every shape of a suite.
 
-python -m benchmarks.suite benchmarks/suites/gemm.yaml -o benchmarks/results/
-python -m benchmarks.suite benchmarks/suites/gemm.yaml --tuned --rounds 15     # takes a third of the time
+    python -m benchmarks.suite benchmarks/suites/gemm.yaml
+    python -m benchmarks.suite benchmarks/suites/gemm.yaml --tuned --rounds 15     # a third of the time
 
-Libraries are the operator's peer in torch and others that are installed; `ratio` is to the peer, `others` to those, and
-a shape's least ratio is to whichever is fastest.
+All kernels of a shape and the libraries are timed in the same rounds. `ratio` is to the operator's peer in torch,
+`others` to further installed libraries. Takes about 10 s a shape on one GPU and writes `<date>-<suite>-<gpu>.json`.
+Exits with an error if a tuned kernel is below its shape's `at_least`, the minimum ratio to the fastest library.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from benchmarks.results import beside, row, write
-from tlxgen import ops
-from tlxgen.codegen.emit import emit
+from benchmarks.harness import Results, Row, kernel_row, mean_and_least, options, pass_gate, require_gpu, spaced
 from tlxgen.config import Config
 from tlxgen.ops import suites
-from tlxgen.runtime import kernel
+from tlxgen.problem import Problem
+from tlxgen.runtime import selection
 from tlxgen.space.candidates import default_config
 from tlxgen.tuner.measure import DeviceReport
 from tlxgen.tuner.process import Child
@@ -32,77 +29,68 @@ ROUNDS = 41
 
 
 def main() -> None:
-    """Runs the suite, writes the results and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measures a suite."""
+    parser = options(__doc__)
     parser.add_argument("suite", type=Path)
-    parser.add_argument("--only", default="", help="shapes whose label has this in it")
-    parser.add_argument("--tuned", action="store_true", help="leave out default kernels where a tuned one is")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each measurement")
-    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--only", default="", help="only shapes whose label contains this")
+    parser.add_argument("--tuned", action="store_true", help="no default kernel for shapes that are tuned")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each measurement")
     arguments = parser.parse_args()
+    require_gpu()
     shapes = yaml.safe_load(arguments.suite.read_text(encoding="utf-8"))["shapes"]
-    rows: list[dict[str, Any]] = []
-    path = arguments.output
-    child = Child()  # one for all: starting torch takes seconds
+    results = Results(arguments.output, arguments.suite.stem)
+    child = Child()  # one for all shapes: starting torch takes seconds
     try:
         for shape, problem in zip(shapes, suites.problems(arguments.suite), strict=True):
             if arguments.only not in problem.label:
                 continue
-            report, found = measure(problem, child, arguments.rounds, alone=arguments.tuned)
-            rows += [{**e, "at_least": shape["at_least"]} if e["kind"] == "tuned" else e for e in found]
-            for entry in found:
-                print(line(problem.label, entry), flush=True)
-            path = write(arguments.output, arguments.suite.stem, report, rows)  # each time: what is measured stays so
+            results.report, found = measure(problem, child, arguments.rounds, tuned_only=arguments.tuned)
+            for row in found:
+                at_least = {"at_least": shape["at_least"]} if row["kind"] == "tuned" else {}
+                results.add({**row, **at_least}, line(problem.label, row))
     finally:
         child.kill()
     for kind in ("tuned", "default"):
-        ratios = [to_fastest(entry) for entry in rows if entry["kind"] == kind]
-        if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            print(f"{kind}: geometric mean {mean:.3f}, least {min(ratios):.3f} over {len(ratios)} shapes")
-    slow = [entry for entry in rows if to_fastest(entry) < entry.get("at_least", 0.0)]
-    print(path)
-    if slow:
-        raise SystemExit(f"{len(slow)} shape(s) below their least ratio")
+        print(f"{kind}: {mean_and_least(to_fastest(row) for row in results.rows if row['kind'] == kind)}")
+    print(results.path)
+    if slow := sum(to_fastest(row) < row.get("at_least", 0.0) for row in results.rows):
+        raise SystemExit(f"{slow} shape(s) below their least ratio")
 
 
-def line(label: str, entry: dict[str, Any]) -> str:
-    """An entry in the table."""
-    times = f"{entry['time_us']:9.2f} us  {entry['ratio']:.3f}"
-    others = "".join(f"  {name} {ratio:.3f}" for name, ratio in entry.get("others", {}).items())
-    return f"{label:40} {entry['kind']:8} {times}{others}  {entry['config_short']}"
-
-
-def to_fastest(entry: dict[str, Any]) -> float:
-    """The ratio to the fastest library."""
-    return float(min([entry["ratio"], *entry.get("others", {}).values()]))
-
-
-def measure(problem: Any, child: Child, rounds: int, *, alone: bool) -> tuple[DeviceReport, list[dict[str, Any]]]:
-    """The tuned config (if there is one), the default (unless the tuned one is to be alone), and the libraries."""
-    card = Runner(problem.operator, problem, seed=1, child=child)
-    report = card.setup()
-    guests = card.invite()
-    choice = kernel.select(problem, report.gpu)
+def measure(problem: Problem, child: Child, rounds: int, *, tuned_only: bool) -> tuple[DeviceReport, list[Row]]:
+    """Rows of the tuned kernel, if there is one, and of the default."""
+    runner = Runner(problem.operator, problem, seed=1, child=child)
+    report = runner.setup()
+    libraries = runner.invite()
+    choice = selection.select(problem, report.gpu)
     configs: dict[str, Config] = {}
     if choice.origin == "tuned" and choice.config is not None:
         configs["tuned"] = choice.config
-    if not (alone and configs):
+    if not (tuned_only and configs):
         default = default_config(problem, report.gpu)
-        assert default is not None, f"{problem.label} has no kernel here"
+        assert default is not None, f"{problem.label} has no kernel for this GPU"
         configs["default"] = default
-    errors: dict[str, float | None] = {}
-    for kind, config in configs.items():
-        verdict = card.gate(kind, emit(ops.get(problem.operator), problem, config))
-        assert verdict.status == "ok", f"{problem.label} {config.short}: {verdict}"
-        errors[kind] = verdict.error
-    found = timings(card.measure(list(errors), rounds))
+    errors = pass_gate(runner, configs)
+    if len(errors) < len(configs):
+        raise SystemExit(f"{problem.label}: a kernel failed the gate")
+    found = timings(runner.measure(list(errors), rounds))
     rows = []
     for kind, error in errors.items():
-        others = beside(found, kind, guests)
-        entry = {"kind": kind, **row(problem, configs[kind], found[kind], error, report)}
-        rows.append({**entry, "others": others} if others else entry)
+        row = {"kind": kind, **kernel_row(problem, configs[kind], found[kind], error, report)}
+        others = {name: round(found[name].relative / found[kind].relative, 4) for name in libraries}
+        rows.append({**row, "others": others} if others else row)
     return report, rows
+
+
+def line(label: str, row: Row) -> str:
+    """A row of the printed table."""
+    others = spaced(row.get("others", {}), ".3f")
+    return f"{label:40} {row['kind']:8} {row['time_us']:9.2f} us  {row['ratio']:.3f}  {others}  {row['config_short']}"
+
+
+def to_fastest(row: Row) -> float:
+    """The ratio to the fastest library."""
+    return float(min([row["ratio"], *row.get("others", {}).values()]))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""The benchmark of suites: every shape of every file comes to be measured, and fast enough or not."""
+"""Suite benchmark: every shape of every suite is measured and held to its own ratio."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import suite
+from benchmarks import harness, suite
 from tlxgen import paths
 from tlxgen.ops import suites
 from tlxgen.problem import Problem
+from tlxgen.tuner.measure import DeviceReport
 
 FILES = sorted(paths.SUITES.glob("*.yaml"))
 UNEVEN = """
@@ -25,38 +25,29 @@ shapes:
   - {sizes: [2, 64, 32, 16], options: {form: 2d2d, layout: tn}, at_least: 3.0}
 """
 
-Run = Callable[..., list[dict[str, Any]]]
+Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def measured() -> list[Problem]:
-    """Problems, in the order in which they were measured."""
-    return []
+def measured(monkeypatch: pytest.MonkeyPatch, run: Run) -> list[Problem]:
+    """Problems in the order in which they were measured; each kernel is twice as fast as the peer."""
+    problems: list[Problem] = []
 
-
-@pytest.fixture
-def run(measured: list[Problem], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The script in this process, where every kernel is twice as fast as the peer; its rows."""
-    written: list[list[dict[str, Any]]] = []
-
-    def measure(problem: Problem, *_: Any, **__: Any) -> tuple[Any, list[dict[str, Any]]]:
-        measured.append(problem)
-        return None, [{"kind": "tuned", "time_us": 1.0, "ratio": 2.0, "config_short": "-"}]
-
-    def write(folder: Path, name: str, report: Any, rows: list[dict[str, Any]]) -> Path:
-        written.append(list(rows))
-        return folder / name
+    def measure(problem: Problem, *_: Any, **__: Any) -> tuple[DeviceReport, list[dict[str, Any]]]:
+        problems.append(problem)
+        return harness.device_report(), [{"kind": "tuned", "time_us": 1.0, "ratio": 2.0, "config_short": "-"}]
 
     monkeypatch.setattr(suite, "Child", lambda: SimpleNamespace(kill=lambda: None))
     monkeypatch.setattr(suite, "measure", measure)
-    monkeypatch.setattr(suite, "write", write)
+    return problems
 
-    def run(file: Path, *words: str) -> list[dict[str, Any]]:
-        monkeypatch.setattr(sys, "argv", ["suite", str(file), *words])
-        suite.main()
-        return written[-1]
 
-    return run
+@pytest.fixture
+def uneven(tmp_path: Path) -> str:
+    """A suite whose second shape has options of its own."""
+    path = tmp_path / "uneven.yaml"
+    path.write_text(UNEVEN)
+    return str(path)
 
 
 def test_there_are_files() -> None:
@@ -65,20 +56,23 @@ def test_there_are_files() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_every_shape_is_measured_and_held_to_its_own_ratio(file: Path, run: Run, measured: list[Problem]) -> None:
-    rows = run(file)
+    written = run(suite, str(file))
     assert measured == suites.problems(file)
     shapes = yaml.safe_load(file.read_text())["shapes"]
-    assert [row["at_least"] for row in rows] == [shape["at_least"] for shape in shapes]
+    assert [row["at_least"] for row in written["rows"]] == [shape["at_least"] for shape in shapes]
+    assert f"-{file.stem}-h200.json" in written["file"]
 
 
-def test_a_shape_may_have_another_option_than_its_suite(run: Run, measured: list[Problem], tmp_path: Path) -> None:
-    (tmp_path / "uneven.yaml").write_text(UNEVEN)
-    with pytest.raises(SystemExit, match="1 shape"):
-        run(tmp_path / "uneven.yaml")
+def test_a_slow_shape_ends_in_an_error(run: Run, measured: list[Problem], uneven: str) -> None:
+    run(suite, uneven, ends="1 shape")
     assert [problem.layout for problem in measured] == ["nt", "tn"]  # type: ignore[attr-defined]
 
 
-def test_words_choose_shapes_with_their_ratios(run: Run, measured: list[Problem], tmp_path: Path) -> None:
-    (tmp_path / "uneven.yaml").write_text(UNEVEN)
-    (row,) = run(tmp_path / "uneven.yaml", "--only", " nt")
+def test_only_selects_shapes_with_their_ratios(run: Run, measured: list[Problem], uneven: str) -> None:
+    (row,) = run(suite, uneven, "--only", " nt")["rows"]
     assert (len(measured), row["at_least"]) == (1, 1.5)
+
+
+def test_the_ratio_that_counts_is_to_the_fastest_library() -> None:
+    assert suite.to_fastest({"ratio": 1.2}) == 1.2
+    assert suite.to_fastest({"ratio": 1.2, "others": {"fa3": 0.9, "cudnn": 1.5}}) == 0.9
