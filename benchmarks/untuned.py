@@ -1,4 +1,4 @@
-"""Problems that have no row, drawn around those that have one: some near, some far, the same for a seed."""
+"""Random problems without a tuned row, near to and far from those that have one; a seed determines them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from tlxgen.errors import InvalidProblemError
 from tlxgen.problem import Problem
 from tlxgen.space.candidates import default_config
 
-#: How far each length is moved at most, in octaves.
+#: Maximum change of each length, in octaves.
 REACHES: Mapping[str, float] = {"near": 0.4, "far": 1.5}
 
 _TRIES = 10_000
-#: Lengths that change from call to call are multiples of one of these, weights and heads of others.
-_RUNNING = (1, 16, 128)
-_WEIGHTS = 64
-_EXPERTS = 8
-_FEW = 16  # rows, below which attention is decoding
+_STEPS = (1, 16, 128)  # one of these divides the lengths that change from call to call
+_WEIGHT_STEP = 64
+_EXPERT_STEP = 8
+_DECODING_ROWS = 16  # attention with fewer rows is decoding
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A problem, how far it was meant to be from a row, and that row's problem."""
+    """A problem, its key in `REACHES`, and the problem of the row that it was drawn around."""
 
     problem: Problem
     reach: str
@@ -34,90 +33,90 @@ class Drawn:
 
 
 def drawn(operator: str, rows: Sequence[Problem], gpu: Gpu, seed: int) -> Iterator[Drawn]:
-    """Problems without a row, near and far in turn; all fields but lengths are those of some row.
+    """Problems without a row, near and far in turn; only lengths differ from those of some row.
 
     Raises:
-        ValueError: none can be found (any more).
+        ValueError: no further problem was found.
     """
     rng = random.Random(f"{operator} {seed}")  # noqa: S311 - no secret
-    taken = set(rows)
+    known = set(rows)
     while True:
         for reach in REACHES:
-            found = _one(rng, operator, rows, reach, gpu, taken)
-            taken.add(found.problem)
+            found = _one(rng, operator, rows, reach, gpu, known)
+            known.add(found.problem)
             yield found
 
 
 def _one(
-    rng: random.Random, operator: str, rows: Sequence[Problem], reach: str, gpu: Gpu, taken: set[Problem]
+    rng: random.Random, operator: str, rows: Sequence[Problem], reach: str, gpu: Gpu, known: set[Problem]
 ) -> Drawn:
     for _ in range(_TRIES if rows else 0):
         around = rng.choice(rows)
-        fields = {**around.model_dump(), **_MOVED[operator](around, rng, REACHES[reach])}
+        fields = {**around.model_dump(), **_CHANGED[operator](around, rng, REACHES[reach])}
         try:
             problem: Problem = ops.get(operator).problem(fields)
-        except InvalidProblemError:  # such as tokens that a mask has no room for
+        except InvalidProblemError:  # for example fewer keys than a mask needs
             continue
-        if problem not in taken and _SMALL[operator](problem) and default_config(problem, gpu) is not None:
+        if problem not in known and _IS_SMALL[operator](problem) and default_config(problem, gpu) is not None:
             return Drawn(problem, reach, around)
     raise ValueError(f"{operator}: no problem without a row was found around {len(rows)} rows")
 
 
-# How lengths move, by operator.
+# Changed lengths, by operator.
 
 
 def _gemm(around: Any, rng: random.Random, octaves: float) -> dict[str, int]:
     return {
-        "M": _moved(around.M, rng, octaves, rng.choice(_RUNNING)),
-        "N": _moved(around.N, rng, octaves, _WEIGHTS),
-        "K": _moved(around.K, rng, octaves, _WEIGHTS),
+        "M": _changed(around.M, rng, octaves, rng.choice(_STEPS)),
+        "N": _changed(around.N, rng, octaves, _WEIGHT_STEP),
+        "K": _changed(around.K, rng, octaves, _WEIGHT_STEP),
     }
 
 
 def _attention(around: Any, rng: random.Random, octaves: float) -> dict[str, int]:
-    """Rows and keys move together, but for decoding, where only keys do; so do heads of q and of k."""
-    rows, keys, step = around.S, around.kv_len, rng.choice(_RUNNING)
-    times = 2.0 ** rng.uniform(-octaves, octaves)
-    heads = _moved(around.kv_heads, rng, octaves, 1)
+    """Rows and keys change by one factor, in decoding only keys; heads of q and of k change by one factor."""
+    rows, keys, step = around.S, around.kv_len, rng.choice(_STEPS)
+    factor = 2.0 ** rng.uniform(-octaves, octaves)
+    heads = _changed(around.kv_heads, rng, octaves, 1)
     return {
-        "B": _moved(around.B, rng, octaves, 1),
+        "B": _changed(around.B, rng, octaves, 1),
         "H": around.H // around.kv_heads * heads,
-        "S": rows if rows < _FEW else _multiple(rows * times, step),
+        "S": rows if rows < _DECODING_ROWS else _multiple(rows * factor, step),
         "kv_heads": heads,
-        "kv_len": _multiple(keys * times, step),
+        "kv_len": _multiple(keys * factor, step),
     }
 
 
 def _grouped_gemm(around: Any, rng: random.Random, octaves: float) -> dict[str, int]:
     return {
-        "E": _moved(around.E, rng, octaves, _EXPERTS),
-        "ROWS": _moved(around.ROWS, rng, octaves, rng.choice(_RUNNING)),
-        "N": _moved(around.N, rng, octaves, _WEIGHTS),
-        "K": _moved(around.K, rng, octaves, _WEIGHTS),
+        "E": _changed(around.E, rng, octaves, _EXPERT_STEP),
+        "ROWS": _changed(around.ROWS, rng, octaves, rng.choice(_STEPS)),
+        "N": _changed(around.N, rng, octaves, _WEIGHT_STEP),
+        "K": _changed(around.K, rng, octaves, _WEIGHT_STEP),
     }
 
 
-_MOVED: Mapping[str, Callable[[Any, random.Random, float], dict[str, int]]] = {
+_CHANGED: Mapping[str, Callable[[Any, random.Random, float], dict[str, int]]] = {
     "gemm": _gemm,
     "attention": _attention,
     "grouped_gemm": _grouped_gemm,
 }
 
-#: What inputs and references of take little time: lengths of GEMM, rows of attention, 2 GB of weights.
-_SMALL: Mapping[str, Callable[[Any], bool]] = {
+#: Bounds on sizes, so that inputs and references take little time.
+_IS_SMALL: Mapping[str, Callable[[Any], bool]] = {
     "gemm": lambda p: max(p.M, p.N, p.K) <= 8192,
     "attention": lambda p: p.S <= 8192 and p.B * p.S <= 32768 and p.B * p.kv_len <= 2**18,
     "grouped_gemm": lambda p: p.E * p.N * p.K <= 2**30 and p.ROWS <= 32768,
 }
 
-OPERATORS = tuple(_MOVED)
+OPERATORS = tuple(_CHANGED)
 
 
-def _moved(size: int, rng: random.Random, octaves: float, step: int) -> int:
-    """A size some way from this one; a few rows are no multiple of many."""
+def _changed(size: int, rng: random.Random, octaves: float, step: int) -> int:
+    """A size within so many octaves of this one, a multiple of `step` unless the size is below it."""
     return _multiple(size * 2.0 ** rng.uniform(-octaves, octaves), step if size >= step else 1)
 
 
 def _multiple(size: float, step: int) -> int:
-    """The nearest multiple, at least one step."""
+    """The nearest multiple of `step`, at least `step`."""
     return max(1, round(size / step)) * step
