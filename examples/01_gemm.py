@@ -1,9 +1,9 @@
-"""Loads the tuned GEMM, checks it against float64 and times it against torch.
+"""A tuned GEMM: loaded, checked against float64 and timed beside torch.
 
-tlxgen tune gemm 4096 4096 4096
-python examples/01_gemm.py
+    tlxgen tune gemm 4096 4096 4096
+    python examples/01_gemm.py
 
-Without a CUDA GPU torch computes a small product, and what is stored for an H200 is shown.
+Without a CUDA GPU, torch computes a small product and the kernel stored for an H200 is shown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tlxgen import devices, ops
 from tlxgen.runtime import kernel as runtime
 
 SHAPE = (4096, 4096, 4096)
-SMALL = (256, 256, 256)  # a CPU has it in a moment
+SMALL = (256, 256, 256)  # without a GPU
 
 
 def main() -> None:
@@ -43,22 +43,22 @@ def main() -> None:
         times = times_us({"tlxgen": lambda: mm(a, b, out=c), "torch": lambda: torch.mm(a, b, out=c)})
         for name, time_us in times.items():
             print(f"  {name:6} {time_us:8.1f} us, {2 * M * N * K / time_us * 1e-6:.0f} TFLOP/s")
-        print("  a rough look; `tlxgen tune` and benchmarks/ measure with care")
+        print("  a rough timing; docs/measuring.md describes the exact one")
     else:
-        print("  no CUDA GPU: torch computed this, and there is nothing to time")
+        print("  no CUDA GPU: computed by torch, not timed")
 
 
 def show_stored() -> None:
-    """What `tlxgen show gemm 4096 4096 4096 --target h200` says: the kernel that an H200 would be given."""
+    """Prints the kernel that `get_kernel` would return on an H200, as `tlxgen show --target h200` does."""
     problem = ops.get("gemm").problem(SHAPE)
     h200 = devices.target("h200")
     kernel = runtime.Kernel(problem, runtime.select(problem, h200, note_miss=False), h200)
-    says = {
+    meanings = {
         "tuned": "measured on an H200",
-        "predicted": "compiled and ranked by the analytic model, never measured",
-        "default": "nothing is stored: the analytic model's favourite",
+        "predicted": "compiled and ranked by the time model, not measured",
+        "default": "nothing stored: the time model's first choice",
     }
-    print(f"{problem.label} on an H200: origin {kernel.origin} ({says.get(kernel.origin, 'no TLX kernel')})")
+    print(f"{problem.label} on an H200: origin {kernel.origin} ({meanings.get(kernel.origin, 'no TLX kernel')})")
     print(f"  {kernel.explain()}")
 
 
@@ -67,7 +67,7 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def times_us(calls: dict[str, Callable[[], object]], rounds: int = 50) -> dict[str, float]:
-    """Median microseconds of each call between two CUDA events, the calls taking turns."""
+    """Median microseconds of each call, by CUDA events; the calls alternate."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 5):
         for name, call in calls.items():
@@ -76,7 +76,7 @@ def times_us(calls: dict[str, Callable[[], object]], rounds: int = 50) -> dict[s
             call()
             stop.record()
             stop.synchronize()
-            if turn >= 5:  # the first few warm up
+            if turn >= 5:  # the first five are warm-up
                 samples[name].append(start.elapsed_time(stop) * 1e3)
     return {name: statistics.median(times) for name, times in samples.items()}
 

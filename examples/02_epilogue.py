@@ -1,6 +1,7 @@
-"""gelu(x @ weight.T + bias) in one kernel: what `nn.Linear` and `nn.GELU` compute in two.
+"""gelu(x @ weight.T + bias) in one kernel instead of `nn.Linear` followed by `nn.GELU`.
 
-`nn.Linear` stores its weight as (out_features, in_features). Seen as B (K, N) its columns are contiguous: layout `nt`.
+`nn.Linear` stores its weight as (out_features, in_features). The transpose is B (K, N) with contiguous columns: layout
+`nt`.
 """
 
 from __future__ import annotations

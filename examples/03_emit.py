@@ -1,6 +1,6 @@
-"""Writes a kernel as a file of its own and says where it is.
+"""A kernel written to a stand-alone file, as `tlxgen emit` does.
 
-python examples/03_emit.py [file]
+    python examples/03_emit.py [file]
 
 The file needs torch and fbtriton but not tlxgen; run on a Hopper GPU, it checks itself against torch.
 """
@@ -19,7 +19,7 @@ from tlxgen.space.candidates import default_config
 def main() -> None:
     gemm = ops.get("gemm")
     problem = gemm.problem((4096, 4096, 4096), layout="nt", epilogue="bias+gelu")
-    config = default_config(problem, devices.target("h200"))  # the analytic model's favourite
+    config = default_config(problem, devices.target("h200"))  # the time model's first choice
     assert config is not None
     source = emit(gemm, problem, config)
 

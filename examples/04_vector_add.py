@@ -1,6 +1,6 @@
-"""The smallest operator: out = x + y, loads and additions in warp groups of their own.
+"""The smallest operator: out = x + y, with loads and additions in separate warp groups.
 
-docs/adding_an_operator.md walks through how it is made.
+docs/adding_an_operator.md shows how to add one like it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
 
     x, y = (torch.randn(n, device=device) for _ in range(2))
     assert torch.equal(add(x, y), x + y)
-    print("  equal to torch, bit by bit")
+    print("  bitwise equal to torch")
 
 
 if __name__ == "__main__":

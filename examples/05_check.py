@@ -1,9 +1,9 @@
-"""A kernel written by hand, checked without a GPU: a ring of two stages, and what happens if its release is forgotten.
+"""A hand-written kernel with a ring of two stages, simulated without a GPU with and without the stage's release.
 
     python examples/05_check.py
     tlxgen check examples/05_check.py --entry simulate
 
-The load role fills a stage when the scale role has emptied it; drop the release, and the third block waits for ever.
+The load role fills a stage once the scale role has released it. Without the release the third block deadlocks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -41,7 +41,7 @@ def scale(x_desc, out_ptr, blocks, BLOCK: tl.constexpr, STAGES: tl.constexpr, RE
 
 
 def simulate(release: bool = True) -> None:
-    """What `tlxgen check --entry simulate` calls: CPU tensors, and an ordinary launch."""
+    """The entry for `tlxgen check --entry simulate`: an ordinary launch with CPU tensors."""
     blocks = 5
     x, out = torch.randn(blocks * BLOCK), torch.full((blocks * BLOCK,), float("nan"))
     scale[(1,)](TensorDescriptor(x, [x.numel()], [1], [BLOCK]), out, blocks, BLOCK, STAGES, release)
@@ -49,12 +49,12 @@ def simulate(release: bool = True) -> None:
 
 
 def simulate_without_release() -> None:
-    """The same with the release forgotten."""
+    """The same without the release; deadlocks."""
     simulate(release=False)
 
 
 def main() -> None:
-    """Checks both."""
+    """Checks both entries."""
     from pathlib import Path
 
     from tlxgen.simulator.check import check_host, describe

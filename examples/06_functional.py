@@ -1,6 +1,6 @@
-"""Attention in place of torch's, with gradients: a drop-in, and what torch has no argument for.
+"""Attention with gradients: torch's signature, then a window and a softcap, which torch lacks.
 
-Without a CUDA GPU, or where `get_kernel` has nothing better, torch computes all of it.
+Without a CUDA GPU, or where `get_kernel` has nothing faster, torch computes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     out.float().square().sum().backward()  # type: ignore[no-untyped-call]
     print("attention with a window of 100 keys and a softcap of 30:")
     print(f"  out {tuple(out.shape)}, log-sum-exp {tuple(lse.shape)}, gradients of q, k and v")
-    first = out[0, 0, 0]  # sees one key: its value
+    first = out[0, 0, 0]  # attends to one key, so equals its value
     assert torch.equal(first, v[0, 0, 0])
 
 

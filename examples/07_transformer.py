@@ -1,8 +1,8 @@
-"""A transformer block that knows nothing of tlxgen, with torch's products and attention replaced by the drop-ins.
+"""A transformer block written for torch, run with tlxgen's linear layers and attention.
 
-The block is a decoder's: RMS norms, grouped-query attention with rotary embeddings, a gated feed-forward network. It
-calls torch alone; `replaced` puts tlxgen's functions where it looks for torch's. Output and gradients stay the same
-within rounding; on a GPU the times of both are printed.
+It is a decoder block: RMS norms, grouped-query attention with rotary embeddings, a gated feed-forward network.
+`replaced` patches tlxgen's functions into `torch.nn.functional`. Output and gradients are compared with torch's; on a
+GPU both are timed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tlxgen import functional
 
 
 class Block(nn.Module):
-    """x (batch, rows, width) to the same shape."""
+    """A decoder block: x (batch, rows, width) to the same shape."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, inner: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attention, then the feed-forward network, each around what comes in."""
+        """Attention, then the feed-forward network, each added to its input."""
         sizes = (self.heads, self.kv_heads, self.kv_heads)
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split(sizes, 1)
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary embedding of x (batch, heads, rows, head dimension)."""
+    """Applies rotary embeddings to x (batch, heads, rows, head dimension)."""
     rows, half = x.shape[2], x.shape[3] // 2
     frequency = 10000.0 ** (-torch.arange(half, device=x.device) / half)
     angle = torch.arange(rows, device=x.device)[:, None] * frequency
@@ -56,7 +56,7 @@ def rotated(x: Tensor) -> Tensor:
 
 @contextmanager
 def replaced() -> Iterator[None]:
-    """Within the block `nn.Linear` and attention are tlxgen's."""
+    """Patches `F.linear` and `F.scaled_dot_product_attention` with tlxgen's."""
     with (
         patch.object(F, "linear", functional.linear),
         patch.object(F, "scaled_dot_product_attention", functional.scaled_dot_product_attention),
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def interleaved(call: Callable[[], Tensor], rounds: int = 15) -> tuple[float, float]:
-    """Milliseconds of a call with torch's functions and with tlxgen's: medians of rounds in which both take turns."""
+    """Median milliseconds of a call with torch's functions and with tlxgen's, alternating."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         times[0].append(milliseconds(call))
