@@ -258,7 +258,7 @@ class Run:
         """`barrier.cta.sync`, or `barrier.cta.arrive`."""
         yield at_any_time
         number = barrier.rounds
-        self.complaints += map(str, barrier.come(task.name, task.threads, wanted, task.release()))
+        self.complaints += map(str, barrier.arrive(task.name, task.threads, wanted, task.release()))
         if wait:
             yield lambda: barrier.rounds > number
             barrier.pass_round(number, task.known)
@@ -586,7 +586,7 @@ class TestNamedBarrier:
         for order in [rng.sample(tasks, len(tasks)) for rng in orders][: cut + 1]:
             for task in order:
                 number = barrier.rounds
-                assert list(barrier.come(task.name, task.threads, wanted, task.release())) == []
+                assert list(barrier.arrive(task.name, task.threads, wanted, task.release())) == []
                 come.append(task.threads)
                 assert (barrier.rounds, barrier.threads) == rounds_of(wanted, come)
             for task in order:
@@ -595,8 +595,8 @@ class TestNamedBarrier:
     def test_whose_users_differ_in_the_count_is_wrong(self) -> None:
         run = Run()
         one, other, barrier = run.task("one"), run.task("other"), run.named_barrier(3)
-        assert list(barrier.come("one", 128, 384, one.release())) == []
-        (error,) = barrier.come("other", 128, 256, other.release())
+        assert list(barrier.arrive("one", 128, 384, one.release())) == []
+        (error,) = barrier.arrive("other", 128, 256, other.release())
         assert error.kind == "wrong_thread_count"
         assert str(error) == "named barrier 3 takes 256 threads here and 384 elsewhere in this round"
 
@@ -609,7 +609,7 @@ class TestNamedBarrier:
         kinds = [
             error.kind
             for task, wanted in zip(tasks, counts, strict=True)
-            for error in barrier.come(task.name, 128, wanted, task.release())
+            for error in barrier.arrive(task.name, 128, wanted, task.release())
         ]
         assert "wrong_thread_count" in kinds
 
@@ -617,9 +617,9 @@ class TestNamedBarrier:
         run = Run()
         one, other, barrier = run.task("one"), run.task("other"), run.named_barrier(3)
         for wanted in (256, 128):
-            assert list(barrier.come("one", 128, wanted, one.release())) == []
+            assert list(barrier.arrive("one", 128, wanted, one.release())) == []
             if wanted == 256:
-                assert list(barrier.come("other", 128, wanted, other.release())) == []
+                assert list(barrier.arrive("other", 128, wanted, other.release())) == []
             barrier.pass_round(barrier.rounds - 1, one.known)
         assert barrier.rounds == 2
 
@@ -631,15 +631,15 @@ class TestNamedBarrier:
     def test_takes_whole_warps_and_not_more_than_its_count(self, threads: int, wanted: int) -> None:
         run = Run()
         one, barrier = run.task("one"), run.named_barrier(1)
-        errors = list(barrier.come("one", threads, wanted, one.release()))
+        errors = list(barrier.arrive("one", threads, wanted, one.release()))
         assert errors
         assert {error.kind for error in errors} == {"wrong_thread_count"}
 
     def test_to_which_more_threads_come_than_it_takes_is_wrong(self) -> None:
         run = Run()
         one, other, barrier = run.task("one"), run.task("other"), run.named_barrier(1)
-        assert list(barrier.come("one", 128, 192, one.release())) == []
-        (error,) = barrier.come("other", 128, 192, other.release())
+        assert list(barrier.arrive("one", 128, 192, one.release())) == []
+        (error,) = barrier.arrive("other", 128, 192, other.release())
         assert error.kind == "wrong_thread_count"
         assert str(error) == "256 threads have come to named barrier 1, which takes 192 here"
 
@@ -648,10 +648,10 @@ class TestNamedBarrier:
         """Whether it is complete in this schedule does not matter: nobody has told."""
         run = Run()
         one, other, barrier = run.task("one", 64), run.task("other", 64), run.named_barrier(1)
-        assert list(barrier.come("one", 64, 128, one.release())) == []
+        assert list(barrier.arrive("one", 64, 128, one.release())) == []
         if complete:
-            assert list(barrier.come("other", 64, 128, other.release())) == []
-        (error,) = barrier.come("one", 64, 128, one.release())
+            assert list(barrier.arrive("other", 64, 128, other.release())) == []
+        (error,) = barrier.arrive("one", 64, 128, one.release())
         assert error.kind == "barrier_reuse"
         assert "again without having seen the end of its last round there" in str(error)
 
@@ -662,11 +662,11 @@ class TestNamedBarrier:
         barrier = run.named_barrier(1)
         first = both.now
         for task in (slow, both):
-            assert list(barrier.come(task.name, 128, 256, task.release())) == []
+            assert list(barrier.arrive(task.name, 128, 256, task.release())) == []
         barrier.pass_round(0, both.known)
         later.known.join(both.release())  # so it may come: the first round is over
         for task in (both, later):
-            assert list(barrier.come(task.name, 128, 256, task.release())) == []
+            assert list(barrier.arrive(task.name, 128, 256, task.release())) == []
         barrier.pass_round(0, slow.known)
         assert slow.known.finished.knows(first.component, first.epoch)
         assert not slow.known.finished.knows(first.component, first.epoch + 1)

@@ -18,6 +18,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlxgen.simulator.findings import Finding
+from tlxgen.simulator.language import assembly
 from tlxgen.simulator.machine.machine import POLICIES, Limits, Machine, Policy
 from tlxgen.simulator.program import Program, load
 
@@ -41,11 +42,10 @@ def simulate(
     *,
     schedule: tuple[Policy, int] = ("random", 0),
     limits: Limits | None = None,
-    assembly: Callable[[str], Callable[..., Any] | None] = lambda _: None,
     **options: Any,
 ) -> Machine:
     policy, seed = schedule
-    machine = Machine(frozenset(), seed=seed, policy=policy, limits=limits or Limits(), assembly=assembly)
+    machine = Machine(frozenset(), seed=seed, policy=policy, limits=limits or Limits())
     program(text)["kernel"].launch(machine, grid, args, options)
     return machine
 
@@ -265,15 +265,15 @@ class TestDeadlock:
 
     def test_says_who_came_to_the_barrier_before(self) -> None:
         for finding in self.STUCK.finds("deadlock"):
-            assert "nobody has come there yet" in finding.message
-            assert "default came there before" in finding.message
+            assert "no arrivals so far" in finding.message
+            assert "earlier arrivals by default" in finding.message
 
     def test_shows_the_circle(self) -> None:
         case = RING.but(
             "tlx.barrier_arrive(empty[stage])  # release", "tlx.barrier_arrive(empty[stage], pred=tile < 2)"
         )
         for finding in case.finds("deadlock", "wait empty"):
-            assert f"circle: default -> {CONSUMER} -> default" in finding.message
+            assert f"cycle: default -> {CONSUMER} -> default" in finding.message
 
     def test_of_one_role_alone_is_one_too(self) -> None:
         case = Case(
@@ -284,7 +284,7 @@ def kernel(out):
     tlx.barrier_wait(done[0], 0)  # wait
 """
         )
-        case.finds("deadlock", "wait", role="kernel", saying="nobody has come there yet")
+        case.finds("deadlock", "wait", role="kernel", saying="no arrivals so far")
 
     def test_with_more_arrivals_asked_for_than_come(self) -> None:
         case = RING.but("empty = tlx.alloc_barriers(STAGES)", "empty = tlx.alloc_barriers(STAGES, arrive_count=2)")
@@ -1125,9 +1125,11 @@ class TestClusters:
 
     def test_do_not_meet_at_their_barrier_where_tasks_are(self) -> None:
         tasks = "    with tlx.async_tasks():"
-        MULTICAST.but(tasks, f"    tlx.cluster_barrier()\n{tasks}").finds("deadlock", saying="these tasks never came")
+        MULTICAST.but(tasks, f"    tlx.cluster_barrier()\n{tasks}").finds(
+            "deadlock", saying="these tasks never arrived"
+        )
         text = MULTICAST.text + "    tlx.cluster_barrier()  # meet\n"
-        replace(MULTICAST, text=text).finds("deadlock", "meet", saying="never come to the barrier of the cluster")
+        replace(MULTICAST, text=text).finds("deadlock", "meet", saying="never arrive on the barrier of the cluster")
 
     def test_with_half_the_bytes_expected(self) -> None:
         MULTICAST.but("4096", "2048").finds_one_of("wrong_byte_count", "data_race")
@@ -1349,7 +1351,7 @@ class TestLimits:
         machine = simulate(text, args, (2,), schedule=schedule, limits=Limits(steps=500))
         assert [finding.kind for finding in machine.findings] == ["limit"]
         assert machine.findings[0].place.line in range(5, 9)
-        assert "given up after 501 steps" in machine.findings[0].message
+        assert "stopped after 501 steps" in machine.findings[0].message
 
     def test_of_time_end_it_too(self) -> None:
         args = [torch.zeros(1, dtype=torch.int32), torch.zeros(1)]
@@ -1368,13 +1370,15 @@ def kernel(out):
 
 
 class TestAssembly:
-    def test_computes_what_it_is_said_to_mean(self) -> None:
+    def test_computes_what_it_is_said_to_mean(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(assembly._MEANINGS, "ex2.approx.ftz.f32 $0, $1;", np.exp2)
         out = torch.zeros(64)
-        machine = simulate(ASSEMBLY, [out], assembly=lambda text: np.exp2 if text.startswith("ex2") else None)
+        machine = simulate(ASSEMBLY, [out])
         assert not machine.findings
         assert torch.equal(out, torch.exp2(torch.arange(64.0)))
 
-    def test_without_a_meaning_is_a_finding(self) -> None:
+    def test_without_a_meaning_is_a_finding(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(assembly._MEANINGS, "ex2.approx.ftz.f32 $0, $1;", raising=False)
         Case(ASSEMBLY, output=(64,)).finds("unknown_instruction", "asm", saying="ex2.approx.ftz.f32")
 
 

@@ -4,7 +4,7 @@ import itertools
 import math
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from triton.language.semantic import TritonSemantic
 
 from tlxgen.simulator.dtypes import SCALARS, numpy_dtype
+from tlxgen.simulator.language import assembly
 from tlxgen.simulator.language.blocks import (
     Block,
     as_block,
@@ -24,6 +25,7 @@ from tlxgen.simulator.language.blocks import (
     builtin_range,
     normalise,
 )
+from tlxgen.simulator.language.global_operations import GlobalOperations
 from tlxgen.simulator.language.namespace import Language, UnsupportedOperationError
 
 TORCH = {
@@ -43,7 +45,7 @@ def _no_numpy_warnings() -> Any:
         yield
 
 
-class FakeMachine:
+class FakeMachine(GlobalOperations):
     """Buffers at made-up addresses; lanes that are masked out read as 77."""
 
     def __init__(self) -> None:
@@ -103,7 +105,7 @@ class FakeMachine:
         return old
 
     def make_descriptor(
-        self, base: Block, shape: list[int], strides: list[int], block_shape: list[int], padding: str
+        self, base: Block, shape: Sequence[int], strides: Sequence[int], block_shape: Sequence[int], padding: str
     ) -> Any:
         return (shape, strides, block_shape, padding)
 
@@ -112,10 +114,6 @@ class FakeMachine:
 
     def block_barrier(self) -> None:
         self.barriers += 1
-
-    def asm_meaning(self, asm: str) -> Callable[..., Any] | None:
-        known: dict[str, Callable[..., Any]] = {"swap": lambda a, b: (b, a), "double": lambda a: a * 2}
-        return known.get(asm)
 
 
 @pytest.fixture
@@ -645,7 +643,11 @@ class TestMachine:
         with pytest.raises(AssertionError, match="why"):
             lang.static_assert(False, "why")
 
-    def test_assembly_that_is_known(self, machine: FakeMachine, lang: Language) -> None:
+    def test_assembly_that_is_known(
+        self, machine: FakeMachine, lang: Language, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(assembly._MEANINGS, "swap", lambda a, b: (b, a))
+        monkeypatch.setitem(assembly._MEANINGS, "double", lambda a: a * 2)
         x = lang.arange(0, 4)
         assert lang.inline_asm_elementwise("double", "=r,r", [x], tl.int32, True, 1).data.tolist() == [0, 2, 4, 6]
         a, b = lang.inline_asm_elementwise("swap", "", [x, 1], (tl.int32, tl.float32), is_pure=True, pack=1)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from tlxgen.codegen.emit import KernelSource
 from tlxgen.ops.base import Operator
-from tlxgen.simulator.language import meanings
 from tlxgen.simulator.machine.machine import Machine
 from tlxgen.simulator.program import load
 
@@ -28,7 +27,7 @@ def launch(
     program = load(source.file_name, source.text)
     module: Any = SimpleNamespace(arguments=program["arguments"])
     grid, args = operator.arguments(module, inputs, out, num_sms=num_sms)
-    machine = Machine(seed=seed, assembly=meanings.meaning)
+    machine = Machine(seed=seed)
     program["kernel"].launch(machine, grid, args, program["OPTIONS"])
     assert not machine.findings, machine.findings[0]
     return args

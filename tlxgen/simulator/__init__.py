@@ -1,16 +1,15 @@
-"""A CPU simulator of Triton/TLX kernels: what a kernel computes, and the mistakes that hardware does not report.
+"""A CPU simulator of Triton/TLX kernels: finds deadlocks, races and wrong results before a kernel is launched.
 
-To be read in this order:
+Where to look:
 
-- `check` runs a kernel on small problems under several schedules; `verdicts` remembers the outcome; `findings` are it.
-- `program` loads a kernel's file, which `transform` has rewritten, and launches its kernels on a machine.
-- `machine` lets the `tasks` of a grid take turns, and copies finish; `deadlock` explains why nobody can go on,
-  `exit_checks` what is left when somebody ends, `timeline` shows what happened when.
-- `clocks` say who knows what to be finished. All findings about order rest on them: `accesses` (races in
-  `shared_memory` and `global_memory`) and `barriers`.
-- `language` stands in for `triton.language`, on `blocks` of values: `dtypes`, `arithmetic`, `shapes`, `mathematics`,
-  `reductions`, `tensor_cores`, `assembly` (`meanings` has that of our own templates); `global_operations` is what it
-  asks of the machine.
-- `tlx_namespace` stands in for TLX, with `tlx_copies` and `tlx_allocation`; `descriptors`, `wgmma` and `warp_groups`
-  are what it gives to kernels.
+- `check`: runs a kernel on small problems under several schedules; `verdicts` stores the outcome for the tuner.
+- `findings`: the kinds of finding and their remedies.
+- `program`: loads a kernel's file and launches its kernels; `language.transform` rewrites them to Python.
+- `machine.machine`: the scheduler; `machine.tasks`: roles, CTAs, clusters and asynchronous queues.
+- `machine.barriers`: mbarriers and named barriers. `machine.deadlock`: the report when no role can continue.
+- `machine.races`: races and missing fences in `machine.shared_memory` and `machine.global_memory`, found by the vector
+  clocks of `machine.clocks`. `machine.exit_checks`: work that nobody waited for. `machine.timeline`: Chrome traces.
+- `language.namespace`: `tl`, which computes on `language.blocks`; `language.descriptors`: TMA boxes;
+  `language.assembly`: meanings of inline assembly. `dtypes`: Triton's dtypes in numpy.
+- `tlx.namespace`: `tlx`, with `tlx.copies`, `tlx.allocation`, `tlx.wgmma` and `tlx.warp_groups`.
 """

@@ -1,9 +1,8 @@
-"""Kernel → is it free of deadlocks and races, and are its numbers right? On the CPU.
+"""The check of a kernel: simulated runs under several schedules, and a report of their findings.
 
-A kernel that tlxgen emits is run on small problems that take it through its corners (`Operator.small_cases`), each
-under several schedules: asynchronous copies that finish as early as they may, as late as they can, or at random, and
-roles that take turns at random. The result is held against the operator's reference by the same rule as on a GPU.
-Any other kernel is run as its own host code launches it.
+An emitted kernel runs on small problems that cover its edge cases (`Operator.small_cases`). Schedules differ in the
+order of roles (random) and in the time at which copies finish (early, late or at random). The result is compared with
+the operator's reference by the same rule as on a GPU. Any other kernel runs as its own host code launches it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from tlxgen.errors import InvalidProblemError
 from tlxgen.ops import accuracy
 from tlxgen.ops.base import Case
 from tlxgen.simulator.findings import Finding, Place
-from tlxgen.simulator.language import meanings
 from tlxgen.simulator.machine.machine import POLICIES, Limits, Machine, Policy
 from tlxgen.simulator.machine.timeline import Timeline
 from tlxgen.simulator.program import Program, load
@@ -30,26 +28,26 @@ from tlxgen.simulator.program import Program, load
 
 @dataclass(frozen=True)
 class Schedule:
-    """One way in which things may happen."""
+    """One order of events: when copies finish, and the seed of the scheduler."""
 
     policy: Policy
     seed: int
 
     def machine(self, limits: Limits | None) -> Machine:
-        """A machine on which they happen so."""
-        return Machine(seed=self.seed, policy=self.policy, limits=limits or Limits(), assembly=meanings.meaning)
+        """A machine with this schedule."""
+        return Machine(seed=self.seed, policy=self.policy, limits=limits or Limits())
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a check came to.
+    """The outcome of a check.
 
     Attributes:
-        findings: in the order in which they were made; what several runs share is there once.
-        runs: schedules that were simulated, over all small problems.
+        findings: in the order in which they were found, without repetitions.
+        runs: number of simulated runs, over all small problems.
         steps: decisions of the scheduler, over all runs.
-        seconds: that it took.
-        cases: the small problems, and how many programs shared each.
+        seconds: duration of the check.
+        cases: the small problems, each with its number of multiprocessors.
     """
 
     findings: tuple[Finding, ...]
@@ -65,7 +63,7 @@ class Report:
 
 
 def schedules(count: int, seed: int = 0) -> list[Schedule]:
-    """So many schedules: the policies in turn, each time with another seed."""
+    """A number of schedules: the policies in turn, each time with another seed."""
     return [Schedule(POLICIES[n % len(POLICIES)], n) for n in range(seed, seed + count)]
 
 
@@ -82,24 +80,24 @@ def check(
     """Simulates an emitted kernel.
 
     Args:
-        source: the kernel; its text is what is run, whoever wrote it.
+        source: the kernel; its text is run, also if it was edited.
         count: schedules for each small problem.
         seed: of schedules and inputs.
         limits: of one run.
         path: of the file that findings point into; by default the source's own name.
-        timeline: where a Chrome trace of the first run is written.
-        stop_early: whether the first run with findings is the last.
+        timeline: where to write a Chrome trace of the first run.
+        stop_early: whether to stop at the first run with findings.
 
     Raises:
         InvalidProblemError: no small problem makes the same kernel.
     """
-    tally = _Tally()
+    totals = _Totals()
     cases = small_cases(source)
     for machine in _runs(source, cases, path, schedules(count, seed), seed, limits, timeline):
-        tally.add([machine])
-        if stop_early and tally.findings:
+        totals.add([machine])
+        if stop_early and totals.findings:
             break
-    return tally.report(tuple(f"{case.problem.label} on {case.num_sms}" for case in cases))
+    return totals.report(tuple(f"{case.problem.label} on {case.num_sms}" for case in cases))
 
 
 def _runs(
@@ -111,15 +109,15 @@ def _runs(
     limits: Limits | None,
     timeline: Path | None,
 ) -> Iterator[Machine]:
-    """Every small problem under every schedule, one after the other: the machines, after their runs."""
+    """Yields the machine of each small problem under each schedule, after its run."""
     program = load(path or source.file_name, source.text)
     for case in cases:
-        trial = _Trial(program, source, case, seed)
+        run = _CaseRun(program, source, case, seed)
         for schedule in chosen:
             machine = schedule.machine(limits)
             if timeline is not None:
                 machine.timeline = Timeline()
-            trial.run(machine)
+            run.on(machine)
             if timeline is not None and machine.timeline is not None:
                 machine.timeline.write(timeline)
                 timeline = None  # the first run only
@@ -127,7 +125,7 @@ def _runs(
 
 
 def small_cases(source: KernelSource) -> list[Case[Any]]:
-    """The operator's small problems for this config, as far as it can serve them with the same code.
+    """The operator's small problems that this config serves with the same code.
 
     Raises:
         InvalidProblemError: there are none.
@@ -146,22 +144,22 @@ def small_cases(source: KernelSource) -> list[Case[Any]]:
 
 
 def check_host(path: Path, entry: str, count: int = 6, seed: int = 0, *, limits: Limits | None = None) -> Report:
-    """Simulates what a file's own host code launches.
+    """Simulates the launches of a file's own host code.
 
     Args:
         path: of a file with TLX kernels.
         entry: name of a function in it without arguments, which makes CPU tensors and launches `kernel[grid](...)`;
-            an AssertionError of it counts as a wrong result.
-        count: schedules.
+            an AssertionError of it is a wrong result.
+        count: number of schedules.
         seed: of the first schedule.
         limits: of one run.
 
     Raises:
         InvalidProblemError: the file has no such function, or the function launches nothing.
     """
-    tally = _Tally()
+    totals = _Totals()
     for schedule in schedules(count, seed):
-        # Loaded anew each time: host code may keep what it has computed.
+        # Loaded again for each schedule: host code may keep state.
         program = load(path, make_machine=functools.partial(schedule.machine, limits))
         function = program.namespace.get(entry)
         if not callable(function):
@@ -171,17 +169,17 @@ def check_host(path: Path, entry: str, count: int = 6, seed: int = 0, *, limits:
         try:
             function()
         except AssertionError as error:
-            if all(machine.completed for machine in program.machines):  # what was given up has no result
+            if all(machine.completed for machine in program.machines):  # a stopped run has no result
                 place = Place(entry, function.__code__.co_firstlineno)
                 wrong = [Finding("wrong_result", f"{entry} fails with AssertionError: {error}", place)]
         if not program.machines:
             raise InvalidProblemError(f"{entry} of {path} launches no kernel")
-        tally.add(program.machines, wrong)
-    return tally.report()
+        totals.add(program.machines, wrong)
+    return totals.report()
 
 
-class _Tally:
-    """What the runs of a check have found so far."""
+class _Totals:
+    """Findings and counts of a check so far."""
 
     def __init__(self) -> None:
         self.findings: dict[tuple[Any, ...], Finding] = {}
@@ -189,7 +187,7 @@ class _Tally:
         self._runs = self._steps = 0
 
     def add(self, machines: Iterable[Machine], more: Iterable[Finding] = ()) -> None:
-        """Counts a run, of one machine or of several launches; a finding that is known already is left out."""
+        """Adds a run, of one launch or several; repeated findings are left out."""
         self._runs += 1
         found: list[Finding] = []
         for machine in machines:
@@ -200,13 +198,13 @@ class _Tally:
             self.findings.setdefault((finding.kind, *lines), finding)
 
     def report(self, cases: tuple[str, ...] = ()) -> Report:
-        """The sum of it."""
+        """The totals as a report."""
         seconds = time.perf_counter() - self._started
         return Report(tuple(self.findings.values()), self._runs, self._steps, seconds, cases)
 
 
-class _Trial:
-    """One small problem, its inputs and what they should give."""
+class _CaseRun:
+    """One small problem with its inputs and expected results."""
 
     def __init__(self, program: Program, source: KernelSource, case: Case[Any], seed: int) -> None:
         self.program = program
@@ -215,16 +213,16 @@ class _Trial:
         self.inputs = self.operator.inputs(case.problem, "cpu", seed)
         self.reference = self.operator.reference(case.problem, self.inputs)
         self.library = self.operator.peer_result(case.problem, self.inputs)
-        self.beside = self.operator.side_outputs(case.problem, self.inputs)
+        self.side_outputs = self.operator.side_outputs(case.problem, self.inputs)
 
-    def run(self, machine: Machine) -> None:
-        """Runs the kernel on a machine, and says so if the result is wrong."""
+    def on(self, machine: Machine) -> None:
+        """Runs the kernel on a machine; a wrong result is a finding."""
         from tlxgen.runtime.plans import with_names
         from tlxgen.runtime.replay import Allocations
 
         output = self.operator.output(self.case.problem, self.inputs)
         output.fill_(float("nan"))
-        for name in self.beside:
+        for name in self.side_outputs:
             self.inputs[name].fill_(float("nan"))
         allocations = Allocations()
         module: Any = SimpleNamespace(arguments=with_names(self.program["arguments"], torch=allocations))
@@ -234,17 +232,17 @@ class _Trial:
         if not machine.completed:
             return
         reason = accuracy.why_wrong(output, self.reference, self.library)
-        reason = reason or self.operator.why_side_output_wrong(self.case.problem, self.inputs, self.beside)
+        reason = reason or self.operator.why_side_output_wrong(self.case.problem, self.inputs, self.side_outputs)
         made = zip(allocations.tensors, allocations.scratch, strict=True)
         if not reason and any(scratch.zeros and bool(tensor.any()) for tensor, scratch in made):
-            reason = "zeros are not left as zeros: the next launch, which may be given them again, would go wrong"
+            reason = "zeros are not left as zeros: the next launch, which may reuse them, would go wrong"
         if reason:
             place = Place(kernel.name, kernel.function.__code__.co_firstlineno)
             machine.findings.append(Finding("wrong_result", f"{self.case.problem.label}: {reason}", place))
 
 
 def describe(report: Report) -> Iterator[str]:
-    """The report in lines for people."""
+    """The lines that `tlxgen check` prints."""
     for finding in report.findings:
         yield str(finding)
     verdict = "clean" if report.clean else f"{len(report.findings)} finding(s)"

@@ -1,6 +1,6 @@
-"""Triton's dtypes in numpy: which array holds a dtype, what two dtypes make together, how values are converted.
+"""Triton's dtypes in numpy: array dtypes, type promotion and conversions.
 
-A dtype is looked up by its name: hashing a `tl.dtype` runs Python code, which scalar arithmetic cannot afford.
+A dtype is looked up by its name: hashing a `tl.dtype` runs Python code, which is too slow for scalar arithmetic.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import triton.language as tl
 from triton.language.core import constexpr
 from triton.language.semantic import TritonSemantic
 
-#: What holds the values of a block; a numpy scalar, which has the same methods, where the block has no dimensions.
+#: The values of a block; a numpy scalar, which has the same methods, if the block has no dimensions.
 Array: TypeAlias = np.ndarray[Any, Any]
 
-#: numpy's settings for errors belong to a context, and each greenlet has its own: functions that may overflow carry
-#: the setting with them. As a decorator it costs a third of a `with`.
+#: Decorates functions that may overflow: numpy's error settings belong to a context, and each greenlet has its own. A
+#: decorator costs a third of a `with`.
 quiet: Any = np.errstate(all="ignore")
 
 SCALARS: dict[str, tl.dtype] = {
@@ -82,7 +82,7 @@ def pointed_size(pointer: str) -> int:
 
 
 def number_dtype(value: Any) -> tl.dtype | None:
-    """Triton's type of a Python number, None for what is no number."""
+    """Triton's type of a Python number, None for any other value."""
     kind = type(value)
     if kind is int and -(2**31) <= value < 2**31:
         return tl.int32
@@ -93,7 +93,7 @@ def number_dtype(value: Any) -> tl.dtype | None:
 
 @functools.cache
 def common_dtype(a: str, a_weak: bool, b: str, b_weak: bool, divides: bool = False) -> tl.dtype:
-    """Triton's promotion of two dtypes, given by name; a Python number is weak: it adapts to the other's dtype."""
+    """Triton's promotion of two named dtypes; a Python number is weak: it adapts to the other's dtype."""
     if a not in SCALARS or b not in SCALARS:
         raise TypeError(f"{a} and {b} have no common dtype")
     return SCALARS[_SEMANTIC.computation_type_impl(SCALARS[a], a_weak, SCALARS[b], b_weak, divides).name]
@@ -101,7 +101,7 @@ def common_dtype(a: str, a_weak: bool, b: str, b_weak: bool, divides: bool = Fal
 
 @functools.cache
 def constant(name: str) -> Callable[[Any], Any]:
-    """What makes a numpy scalar of the named dtype of a Python number."""
+    """The function from a Python number to a numpy scalar of the named dtype."""
     kind = _numpy_dtype(name).type
     if name == "int1" or name not in SCALARS or SCALARS[name].is_floating():
         return quiet(kind)  # type: ignore[no-any-return]
@@ -146,7 +146,7 @@ def _unchanged(data: Any) -> Any:
 
 
 def _after(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The two in this order."""
+    """The composition of two conversions."""
     return first if second is _unchanged else second if first is _unchanged else lambda data: second(first(data))
 
 
@@ -170,7 +170,7 @@ def _decode(values: Array, data: Array) -> Array:
 
 @quiet  # type: ignore[untyped-decorator]
 def _to_float8(kind: np.dtype[Any], data: Array) -> Array:
-    """Saturating, as the instruction `cvt.rn.satfinite`: infinities too become the largest finite value."""
+    """Saturates like the instruction `cvt.rn.satfinite`: infinities too become the largest finite value."""
     largest = np.float32(_LARGEST_FLOAT8[kind.name])
     return np.clip(data, -largest, largest).astype(kind)
 

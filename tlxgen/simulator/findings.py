@@ -1,4 +1,4 @@
-"""What a simulated run can find, and what to do about each."""
+"""Findings of the simulator: their kinds, and one line of remedy for each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 #: Kind of finding → one line of remedy.
 REMEDIES = {
-    "deadlock": "give every wait its arrivals: check phases, arrive counts, expected bytes, and that roles loop alike",
+    "deadlock": "give every wait its arrivals: check phases, arrive counts, expected bytes and trip counts",
     "data_race": "order the two: a barrier that the first role arrives on after its access, and the second waits for",
     "unwritten_shared": "wait for the barrier of the copy that fills this buffer, or write it first",
     "early_release": "wait first for what still reads the buffer: async_dot_wait, async_descriptor_store_wait",
@@ -21,11 +21,11 @@ REMEDIES = {
     "roles_out_of_step": "let every role walk the same tiles and K steps",
     "out_of_bounds": "mask the access, or clamp the index",
     "capture": "create the tensor inside the task: tasks share scalars, descriptors and buffers only",
-    "unknown_instruction": "say what the assembly computes, beside the kernel: tlxgen.simulator.language.assembly.register",
+    "unknown_instruction": "register its meaning beside the kernel: tlxgen.simulator.language.assembly.register",
     "launch": "correct the argument or launch option that the message names",
-    "assume": "the compiler builds on what tl.assume says: correct the assumption or the caller",
+    "assume": "the compiler relies on tl.assume: correct the assumption or the caller",
     "device_assert": "the kernel's own assertion failed: correct what it checks, or the condition",
-    "error": "correct the line: the kernel cannot go on from there",
+    "error": "correct the line: the kernel stops there",
     "wrong_result": "compare offsets, masks and K ranges with the reference",
     "limit": "check the condition of the loop: it may never end; a large problem may need higher limits",
 }
@@ -33,7 +33,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Place:
-    """A line of the kernel's file, and the role that was there; line 0 is none of them."""
+    """A role and its line in the kernel's file; line 0 is no line."""
 
     role: str
     line: int
@@ -48,9 +48,9 @@ class Finding:
 
     Attributes:
         kind: one of `REMEDIES`.
-        message: what is wrong, by the source's own names.
-        place: where it shows.
-        other: where the other side of it is: the earlier access of a race, for example.
+        message: the defect, with the names of the source.
+        place: line of the defect.
+        other: line of its other side, such as the earlier access of a race.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Finding:
 
     @property
     def remedy(self) -> str:
-        """One line: how such a defect is mended."""
+        """How to correct such a defect, in one line."""
         return REMEDIES[self.kind]
 
     def __str__(self) -> str:

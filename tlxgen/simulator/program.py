@@ -1,4 +1,4 @@
-"""A file with TLX kernels, loaded so that its kernels run on the machine."""
+"""Loading of a file with TLX kernels, and launches of its kernels on a machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from tlxgen.simulator.language.blocks import Block, builtin_abs, builtin_max, bu
 from tlxgen.simulator.language.descriptors import Descriptor
 from tlxgen.simulator.language.global_operations import GlobalOperations
 from tlxgen.simulator.language.namespace import Language
-from tlxgen.simulator.machine.global_memory import GlobalMemory
 from tlxgen.simulator.machine.machine import Machine
 from tlxgen.simulator.tlx.namespace import Tlx
 
@@ -50,7 +49,7 @@ _TORCH_DTYPES = {
 
 @dataclass
 class Kernel:
-    """A function that was decorated with `triton.jit`: other kernels call it, hosts launch it."""
+    """A function decorated with `triton.jit`: other kernels call it, host code launches it."""
 
     function: Callable[..., Any]
     constants: tuple[str, ...]
@@ -58,20 +57,20 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """The function's."""
+        """Name of the function."""
         return self.function.__name__
 
     @property
     def fn(self) -> Kernel:
-        """Itself: host code names so what `triton.autotune` wraps, to launch it with a config of its own."""
+        """Itself: host code uses `fn` for the kernel that `triton.autotune` wraps."""
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As a helper of another kernel, inlined there."""
+        """A call by another kernel, inlined there."""
         return self.function(*args, **kwargs)
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        """`kernel[grid](...)`, as host code writes it: runs on a machine that `Program.make_machine` gives."""
+        """`kernel[grid](...)` of host code: runs on a machine from `Program.make_machine`."""
 
         def launch(*args: Any, **kwargs: Any) -> None:
             constants = inspect.signature(self.function).bind(*args, **_own(kwargs, self.function)[0]).arguments
@@ -86,17 +85,16 @@ class Kernel:
         """Runs it on a machine.
 
         Args:
-            machine: where findings end up.
+            machine: runs the launch and collects its findings.
             grid: programs along one to three axes.
             args: CPU tensors, host descriptors over them, numbers.
-            kwargs: likewise by name, and launch options (`num_warps`, `ctas_per_cga`, ...).
+            kwargs: further arguments by name, and launch options (`num_warps`, `ctas_per_cga`, ...).
         """
-        operations = GlobalOperations(machine)
         own, options = _own(kwargs, self.function)
         bound = inspect.signature(self.function).bind(*args, **own)
         bound.apply_defaults()
         arguments = {
-            name: unwrap(value) if name in self.constants else _argument(operations, machine.memory, name, value)
+            name: unwrap(value) if name in self.constants else _argument(machine, name, value)
             for name, value in bound.arguments.items()
         }
         cluster = int((options.get("ctas_per_cga") or (1,))[0])
@@ -105,24 +103,25 @@ class Kernel:
             machine.refuse_launch(f"num_warps is a power of two up to 32, not {warps}")
             return
         x, y, z = (*map(int, grid), 1, 1)[:3]
-        with self.program.bound_to(machine, operations):
+        with self.program.bound_to(machine):
             machine.run(lambda: self.function(**arguments), (x, y, z), cluster_size=cluster, num_warps=warps)
 
 
 @dataclass
 class Program:
-    """A loaded file: its names, of which the decorated functions are `Kernel`s.
+    """The names of a loaded file; decorated functions are `Kernel`s.
 
     Attributes:
-        make_machine: what `kernel[grid](...)` in the file's own host code runs on.
-        machines: those that were used so.
+        make_machine: makes the machine of each `kernel[grid](...)` in the file's own host code.
+        machines: the machines of these launches.
+        skipped: statements at the file's top that failed.
     """
 
     path: str
     namespace: dict[str, Any]
     make_machine: Callable[[], Machine]
     machines: list[Machine] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)  #: statements that failed
+    skipped: list[str] = field(default_factory=list)
     _namespaces: list[dict[str, Any]] = field(default_factory=list)  # its own, and those of imported helpers
     _imported: dict[int, Kernel] = field(default_factory=dict)  # by the identity of the function
     _bound: bool = False
@@ -135,27 +134,25 @@ class Program:
 
     @property
     def kernels(self) -> list[Kernel]:
-        """All of them, in the file's order."""
+        """All kernels, in the file's order."""
         return [value for value in self.namespace.values() if isinstance(value, Kernel)]
 
     @contextlib.contextmanager
-    def bound_to(self, machine: Machine, operations: GlobalOperations) -> Iterator[None]:
-        """While this lasts, the kernels' `tl`, `tlx` and the like mean this machine; afterwards what they meant before.
-
-        So a program runs on one machine at a time.
+    def bound_to(self, machine: Machine) -> Iterator[None]:
+        """Binds the kernels' `tl`, `tlx` and the like to a machine for a while; a program runs on one at a time.
 
         Raises:
-            RuntimeError: it runs on another one now.
+            RuntimeError: the program is running on another machine.
         """
         if self._bound:
-            raise RuntimeError(f"{self.path} runs on another machine now: load it once more for a second one")
+            raise RuntimeError(f"{self.path} is running on another machine: load it again for a second one")
         self._bound = True
         machine.files = frozenset({self.path})
-        language, tlx_namespace = Language(operations), Tlx(machine)
+        language, tlx_namespace = Language(GlobalOperations(machine)), Tlx(machine)
         step = functools.partial(machine.pause, "loop", always=True)
         replaced: list[tuple[dict[str, Any], str, Any]] = []
         try:
-            for namespace in self._namespaces:  # which grow in number where one kernel imports another
+            for namespace in self._namespaces:  # grows while kernels import others
                 for name, value in list(namespace.items()):
                     meaning = step if name == transformed.STEP else self._meaning(value, language, tlx_namespace)
                     if meaning is not value:
@@ -168,7 +165,7 @@ class Program:
             self._bound = False
 
     def adopt(self, namespace: dict[str, Any]) -> None:
-        """Makes a namespace of kernels one of this program's."""
+        """Adds a namespace of kernels to this program."""
         namespace |= {
             transformed.NORMALISE: normalise,
             transformed.STEP: None,  # until a machine is bound
@@ -178,7 +175,7 @@ class Program:
         self._namespaces.append(namespace)
 
     def _meaning(self, value: Any, language: Language, tlx_namespace: Tlx) -> Any:
-        """What a name in a kernel's file stands for on the machine."""
+        """The simulated counterpart of a value in a kernel's namespace."""
         if value is tl:
             return language
         if value is tlx:
@@ -192,7 +189,7 @@ class Program:
         return value
 
     def _import(self, function: JITFunction) -> Kernel:
-        """A kernel's helper from another module. Findings in it point to the line of this program that calls it."""
+        """A helper from another module; findings in it point to the line of this program that calls it."""
         if id(function) not in self._imported:
             module, path = inspect.getmodule(function.fn), inspect.getsourcefile(function.fn)
             assert module is not None
@@ -209,19 +206,18 @@ class Program:
 
 
 def load(path: Path | str, text: str | None = None, make_machine: Callable[[], Machine] | None = None) -> Program:
-    """The kernels of a file.
+    """Loads the kernels of a file.
 
-    Statements at its top that fail, since they need a GPU perhaps, are passed over; the names that they would bind are
-    missing then.
+    Statements at its top that fail, for example for lack of a GPU, are skipped; the names that they bind are missing.
 
     Args:
         path: of the file; findings point into it.
-        text: its contents, if they are not to be read from there.
-        make_machine: a machine for each launch that the file's own host code makes.
+        text: its contents, if not to be read from the file.
+        make_machine: makes a machine for each launch by the file's own host code.
 
     Raises:
-        SyntaxError: the file is no Python.
-        OSError: it cannot be read.
+        SyntaxError: the file is not valid Python.
+        OSError: the file cannot be read.
     """
     path = str(path)
     tree = transformed.transform(Path(path).read_text(encoding="utf-8") if text is None else text, path)
@@ -231,8 +227,8 @@ def load(path: Path | str, text: str | None = None, make_machine: Callable[[], M
     for statement in tree.body:
         code = compile(ast.Module([statement], []), path, "exec")
         try:
-            exec(code, namespace)  # noqa: S102 - running the file is what was asked for
-        except Exception as error:  # noqa: BLE001 - whatever a file does at its top
+            exec(code, namespace)  # noqa: S102 - the user's own file
+        except Exception as error:  # noqa: BLE001 - any statement may fail
             program.skipped.append(f"line {statement.lineno}: {type(error).__name__}: {error}")
     return program
 
@@ -244,33 +240,28 @@ def _own(kwargs: Mapping[str, Any], function: Callable[..., Any]) -> tuple[dict[
     return own, {name: value for name, value in kwargs.items() if name not in names}
 
 
-def _argument(operations: GlobalOperations, memory: GlobalMemory, name: str, value: Any) -> Any:
-    """What a kernel receives for what the host gave."""
+def _argument(machine: Machine, name: str, value: Any) -> Any:
+    """The kernel's value of a host argument."""
     if isinstance(value, TensorDescriptor):
-        return _descriptor(operations, memory, name, value)
+        _require_cpu(name, value.base)
+        return Descriptor(
+            machine,
+            machine.memory.register(value.base, name),
+            value.base.data_ptr(),
+            tuple(int(n) for n in value.shape),
+            tuple(int(n) for n in value.strides),
+            [int(n) for n in value.block_shape],
+            _dtype(name, value.base),
+            value.padding,
+            value.round_f32_to_tf32,
+        )
     if hasattr(value, "data_ptr"):
         _require_cpu(name, value)
-        memory.register(value, name)
+        machine.memory.register(value, name)
         return Block(np.asarray(value.data_ptr(), np.int64), tl.pointer_type(_dtype(name, value)))
     if isinstance(value, tuple | list):
-        return tuple(_argument(operations, memory, f"{name}[{i}]", one) for i, one in enumerate(value))
+        return tuple(_argument(machine, f"{name}[{i}]", one) for i, one in enumerate(value))
     return normalise(unwrap(value))
-
-
-def _descriptor(operations: GlobalOperations, memory: GlobalMemory, name: str, host: Any) -> Descriptor:
-    _require_cpu(name, host.base)
-    storage = memory.register(host.base, name)
-    return Descriptor(
-        operations,
-        storage,
-        host.base.data_ptr(),
-        tuple(int(n) for n in host.shape),
-        tuple(int(n) for n in host.strides),
-        [int(n) for n in host.block_shape],
-        _dtype(name, host.base),
-        host.padding,
-        host.round_f32_to_tf32,
-    )
 
 
 def _dtype(name: str, tensor: Any) -> tl.dtype:

@@ -1,7 +1,6 @@
-"""Whether a kernel may be launched: the simulator's word on it, remembered by the hash of its code.
+"""Cache of the simulator's verdicts, by hash of the kernel's code and of the simulator: may a kernel be launched?
 
-A verdict counts as long as neither the code nor what it was simulated with has changed. Any defect of a remembered
-verdict is a miss; where none can be written, kernels are simulated again.
+An unreadable entry is a miss; without a writable cache directory, kernels are simulated again.
 """
 
 from __future__ import annotations
@@ -15,22 +14,23 @@ from pathlib import Path
 from tlxgen import paths
 from tlxgen.codegen.emit import KernelSource
 
-_SCHEDULES = 3  # one for each policy: what is found hardly depends on the seed
+_SCHEDULES = 3  # one for each policy: findings hardly depend on the seed
 _PACKAGE = Path(__file__).parents[1]
 
 
 def why_unsafe(source: KernelSource) -> str | None:
-    """The first thing that the simulator finds, or None if the kernel may be launched."""
-    known, verdict = _recall(source)
+    """The simulator's first finding, or None if the kernel may be launched."""
+    known, verdict = _load(source)
     if not known:
         verdict = _simulate(source)
-        _remember(source, verdict)
+        with contextlib.suppress(OSError):
+            paths.write_atomically(_path(source), json.dumps({"unsafe": verdict}))
     return verdict
 
 
 def is_known_safe(source: KernelSource) -> bool:
-    """Whether the simulator has passed this kernel before; simulates nothing."""
-    return _recall(source) == (True, None)
+    """Whether the cache says that the kernel passes; simulates nothing."""
+    return _load(source) == (True, None)
 
 
 def _simulate(source: KernelSource) -> str | None:
@@ -43,27 +43,22 @@ def _simulate(source: KernelSource) -> str | None:
     return f"{first.kind} at {first.place}: {' '.join(first.message.split())}"
 
 
-def _place(source: KernelSource) -> Path:
+def _path(source: KernelSource) -> Path:
     return paths.user_cache_dir() / "simulated" / _version() / f"{source.code_hash}.json"
 
 
-def _recall(source: KernelSource) -> tuple[bool, str | None]:
-    """Whether there is a verdict, and which."""
+def _load(source: KernelSource) -> tuple[bool, str | None]:
+    """Whether there is a verdict, and the verdict."""
     try:
-        verdict = json.loads(_place(source).read_text(encoding="utf-8"))["unsafe"]
+        verdict = json.loads(_path(source).read_text(encoding="utf-8"))["unsafe"]
     except (OSError, ValueError, KeyError, TypeError):
         return False, None
     return verdict is None or isinstance(verdict, str), verdict
 
 
-def _remember(source: KernelSource, verdict: str | None) -> None:
-    with contextlib.suppress(OSError):
-        paths.write_atomically(_place(source), json.dumps({"unsafe": verdict}))
-
-
 @functools.cache
 def _version() -> str:
-    """Hash of what a verdict depends on beside the code: simulator, small problems, references, and when they agree."""
+    """Hash of the sources that a verdict depends on beside the code: the simulator and the operators."""
     digest = hashlib.sha256()
     for path in sorted([*_PACKAGE.glob("simulator/**/*.py"), *_PACKAGE.glob("ops/**/*.py")]):
         digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes())

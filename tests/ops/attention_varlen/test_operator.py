@@ -21,7 +21,6 @@ from tlxgen.ops import accuracy
 from tlxgen.ops.attention import flash as attention_flash
 from tlxgen.ops.attention_varlen import torch_reference
 from tlxgen.ops.attention_varlen.problem import AttentionVarlenProblem, Lengths, drawn_lengths
-from tlxgen.simulator.language import meanings
 from tlxgen.simulator.machine.machine import Machine
 from tlxgen.simulator.program import load
 from tlxgen.space.candidates import candidates
@@ -272,7 +271,7 @@ class TestKernels:
         source = emit(VARLEN, one.problem, one.config)
         program = load(source.file_name, source.text)
         grid, args = program["arguments"](**one.inputs, out=room[:73], num_sms=2)
-        machine = Machine(seed=1, assembly=meanings.meaning)
+        machine = Machine(seed=1)
         program["kernel"].launch(machine, grid, args, program["OPTIONS"])
         assert not machine.findings
         assert torch.equal(room[73:], torch.full_like(room[73:], 7.0))

@@ -1,1 +1,1 @@
-"""What stands in for `triton.language` while a kernel is simulated."""
+"""The simulated `triton.language`: blocks of values in numpy, global memory, and the rewriting of kernels to Python."""

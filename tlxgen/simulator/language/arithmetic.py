@@ -96,7 +96,7 @@ def plan(operation: Operation, a: str, a_weak: bool, b: str, b_weak: bool) -> Pl
 
 @functools.cache
 def byte_offsets(pointer: str, integer: str) -> Callable[[Any], Any] | None:
-    """What makes bytes of elements, to move a pointer by; None if the named dtypes are not a pointer and an integer."""
+    """The function from offsets in elements to bytes; None unless the dtypes are a pointer and an integer."""
     if not is_pointer(pointer) or integer not in SCALARS or not SCALARS[integer].is_int():
         return None
     shift = pointed_size(pointer).bit_length() - 1

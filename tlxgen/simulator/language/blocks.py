@@ -1,11 +1,11 @@
-"""The value that kernels compute with: a numpy array, or numpy scalar, and its Triton dtype."""
+"""`Block`, the value that kernels compute with: a numpy array, or numpy scalar, and its Triton dtype."""
 
 from __future__ import annotations
 
 import functools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,32 +24,11 @@ from tlxgen.simulator.dtypes import (
     round_to_zero,
     unwrap,
 )
-from tlxgen.simulator.language.arithmetic import (
-    ADD,
-    AND,
-    EQUAL,
-    FLOOR_DIVIDE,
-    GREATER,
-    GREATER_EQUAL,
-    LESS,
-    LESS_EQUAL,
-    MAXIMUM,
-    MAXIMUM_OR_NAN,
-    MINIMUM,
-    MINIMUM_OR_NAN,
-    MULTIPLY,
-    NOT_EQUAL,
-    OR,
-    REMAINDER,
-    SHIFT_LEFT,
-    SHIFT_RIGHT,
-    SUBTRACT,
-    TRUE_DIVIDE,
-    XOR,
-    Operation,
-    byte_offsets,
-    plan,
-)
+from tlxgen.simulator.language import arithmetic
+from tlxgen.simulator.language.arithmetic import Operation, byte_offsets, plan
+
+#: Functions of `tl` that blocks have as methods; `namespace` fills it.
+METHODS: dict[str, Callable[..., Any]] = {}
 
 
 class Shape(tuple[int, ...]):
@@ -94,10 +73,10 @@ def _refuse_shapes(symbol: str, a: Array, b: Array) -> NoReturn:
 
 def _pointer_operation(operation: Operation, a: Block, b: Block) -> Block:
     """Pointers move by elements; their difference is a number of elements; they compare as addresses."""
-    if operation is ADD and not is_pointer(a.dtype.name):
+    if operation is arithmetic.ADD and not is_pointer(a.dtype.name):
         a, b = b, a
     scaled = byte_offsets(a.dtype.name, b.dtype.name)
-    if scaled is not None and operation in {ADD, SUBTRACT}:
+    if scaled is not None and operation in {arithmetic.ADD, arithmetic.SUBTRACT}:
         offsets = scaled(b.data)
         try:
             return Block(operation.compute(a.data, offsets), a.dtype)
@@ -105,16 +84,28 @@ def _pointer_operation(operation: Operation, a: Block, b: Block) -> Block:
             _refuse_shapes(operation.symbol, a.data, offsets)
     if operation.compares:
         return binary(operation, Block(a.data, tl.int64), Block(b.data, tl.int64))  # type: ignore[no-any-return]
-    if operation is not SUBTRACT or a.dtype.name != b.dtype.name:
+    if operation is not arithmetic.SUBTRACT or a.dtype.name != b.dtype.name:
         raise TypeError(f"the operator {operation.symbol} does not take {a.dtype} and {b.dtype}")
     return Block((a.data - b.data) // pointed_size(a.dtype.name), tl.int64)
+
+
+def _operators(operation: Operation) -> tuple[Callable[[Any, Any], Block], Callable[[Any, Any], Block]]:
+    """The operator's method of the left operand and that of the right."""
+
+    def left(self: Any, other: Any) -> Block:
+        return binary(operation, self, other)  # type: ignore[no-any-return]
+
+    def right(self: Any, other: Any) -> Block:
+        return binary(operation, other, self)  # type: ignore[no-any-return]
+
+    return left, right
 
 
 class Block:
     """A block of values, or one value if it has no dimensions. Values are never changed in place.
 
-    Everything reads an operand through `data`, so a subclass may make it a property, computed on demand; it then has to
-    leave `__init__` out, which assigns it.
+    Operands are read through `data` only, so a subclass may make it a property; it then does not call `__init__`, which
+    assigns it.
     """
 
     __slots__ = ("data", "dtype")
@@ -150,11 +141,9 @@ class Block:
         return self.trans()
 
     def __getattr__(self, name: str) -> Any:
-        from tlxgen.simulator.language.namespace import MEMBERS
-
-        if name not in MEMBERS:
+        if name not in METHODS:
             raise AttributeError(f"a block has no attribute {name!r}")
-        return functools.partial(MEMBERS[name], self)
+        return functools.partial(METHODS[name], self)
 
     def _scalar(self) -> Any:
         data = self.data
@@ -176,92 +165,23 @@ class Block:
             raise TypeError(f"a value of type {self.dtype} is no index")
         return int(self._scalar())
 
-    def __add__(self, other: Any) -> Block:
-        return binary(ADD, self, other)  # type: ignore[no-any-return]
-
-    def __radd__(self, other: Any) -> Block:
-        return binary(ADD, other, self)  # type: ignore[no-any-return]
-
-    def __sub__(self, other: Any) -> Block:
-        return binary(SUBTRACT, self, other)  # type: ignore[no-any-return]
-
-    def __rsub__(self, other: Any) -> Block:
-        return binary(SUBTRACT, other, self)  # type: ignore[no-any-return]
-
-    def __mul__(self, other: Any) -> Block:
-        return binary(MULTIPLY, self, other)  # type: ignore[no-any-return]
-
-    def __rmul__(self, other: Any) -> Block:
-        return binary(MULTIPLY, other, self)  # type: ignore[no-any-return]
-
-    def __truediv__(self, other: Any) -> Block:
-        return binary(TRUE_DIVIDE, self, other)  # type: ignore[no-any-return]
-
-    def __rtruediv__(self, other: Any) -> Block:
-        return binary(TRUE_DIVIDE, other, self)  # type: ignore[no-any-return]
-
-    def __floordiv__(self, other: Any) -> Block:
-        return binary(FLOOR_DIVIDE, self, other)  # type: ignore[no-any-return]
-
-    def __rfloordiv__(self, other: Any) -> Block:
-        return binary(FLOOR_DIVIDE, other, self)  # type: ignore[no-any-return]
-
-    def __mod__(self, other: Any) -> Block:
-        return binary(REMAINDER, self, other)  # type: ignore[no-any-return]
-
-    def __rmod__(self, other: Any) -> Block:
-        return binary(REMAINDER, other, self)  # type: ignore[no-any-return]
-
-    def __and__(self, other: Any) -> Block:
-        return binary(AND, self, other)  # type: ignore[no-any-return]
-
-    def __rand__(self, other: Any) -> Block:
-        return binary(AND, other, self)  # type: ignore[no-any-return]
-
-    def __or__(self, other: Any) -> Block:
-        return binary(OR, self, other)  # type: ignore[no-any-return]
-
-    def __ror__(self, other: Any) -> Block:
-        return binary(OR, other, self)  # type: ignore[no-any-return]
-
-    def __xor__(self, other: Any) -> Block:
-        return binary(XOR, self, other)  # type: ignore[no-any-return]
-
-    def __rxor__(self, other: Any) -> Block:
-        return binary(XOR, other, self)  # type: ignore[no-any-return]
-
-    def __lshift__(self, other: Any) -> Block:
-        return binary(SHIFT_LEFT, self, other)  # type: ignore[no-any-return]
-
-    def __rlshift__(self, other: Any) -> Block:
-        return binary(SHIFT_LEFT, other, self)  # type: ignore[no-any-return]
-
-    def __rshift__(self, other: Any) -> Block:
-        return binary(SHIFT_RIGHT, self, other)  # type: ignore[no-any-return]
-
-    def __rrshift__(self, other: Any) -> Block:
-        return binary(SHIFT_RIGHT, other, self)  # type: ignore[no-any-return]
-
-    def __lt__(self, other: Any) -> Block:
-        return binary(LESS, self, other)  # type: ignore[no-any-return]
-
-    def __le__(self, other: Any) -> Block:
-        return binary(LESS_EQUAL, self, other)  # type: ignore[no-any-return]
-
-    def __gt__(self, other: Any) -> Block:
-        return binary(GREATER, self, other)  # type: ignore[no-any-return]
-
-    def __ge__(self, other: Any) -> Block:
-        return binary(GREATER_EQUAL, self, other)  # type: ignore[no-any-return]
-
-    def __eq__(self, other: object) -> Block:  # type: ignore[override]
-        return binary(EQUAL, self, other)  # type: ignore[no-any-return]
-
-    def __ne__(self, other: object) -> Block:  # type: ignore[override]
-        return binary(NOT_EQUAL, self, other)  # type: ignore[no-any-return]
+    __add__, __radd__ = _operators(arithmetic.ADD)
+    __sub__, __rsub__ = _operators(arithmetic.SUBTRACT)
+    __mul__, __rmul__ = _operators(arithmetic.MULTIPLY)
+    __truediv__, __rtruediv__ = _operators(arithmetic.TRUE_DIVIDE)
+    __floordiv__, __rfloordiv__ = _operators(arithmetic.FLOOR_DIVIDE)
+    __mod__, __rmod__ = _operators(arithmetic.REMAINDER)
+    __and__, __rand__ = _operators(arithmetic.AND)
+    __or__, __ror__ = _operators(arithmetic.OR)
+    __xor__, __rxor__ = _operators(arithmetic.XOR)
+    __lshift__, __rlshift__ = _operators(arithmetic.SHIFT_LEFT)
+    __rshift__, __rrshift__ = _operators(arithmetic.SHIFT_RIGHT)
+    __lt__, __gt__ = _operators(arithmetic.LESS)[0], _operators(arithmetic.GREATER)[0]
+    __le__, __ge__ = _operators(arithmetic.LESS_EQUAL)[0], _operators(arithmetic.GREATER_EQUAL)[0]
+    __eq__, __ne__ = _operators(arithmetic.EQUAL)[0], _operators(arithmetic.NOT_EQUAL)[0]  # type: ignore[assignment]
 
     def __neg__(self) -> Block:
-        return binary(SUBTRACT, 0, self)  # type: ignore[no-any-return]  # Triton too: -0.0 from no zero
+        return binary(arithmetic.SUBTRACT, 0, self)  # type: ignore[no-any-return]  # Triton too: -0.0 from no zero
 
     def __pos__(self) -> Block:
         return self
@@ -393,13 +313,13 @@ def widened(block: Block) -> Block:
 
 def minimum(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Block:
     """The smaller elements; a number where the other is NaN, unless NaN propagates."""
-    operation = MINIMUM_OR_NAN if unwrap(propagate_nan) == tl.PropagateNan.ALL else MINIMUM
+    operation = arithmetic.MINIMUM_OR_NAN if unwrap(propagate_nan) == tl.PropagateNan.ALL else arithmetic.MINIMUM
     return binary(operation, widened(as_block(x)), widened(as_block(y)))  # type: ignore[no-any-return]
 
 
 def maximum(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Block:
     """The larger elements; a number where the other is NaN, unless NaN propagates."""
-    operation = MAXIMUM_OR_NAN if unwrap(propagate_nan) == tl.PropagateNan.ALL else MAXIMUM
+    operation = arithmetic.MAXIMUM_OR_NAN if unwrap(propagate_nan) == tl.PropagateNan.ALL else arithmetic.MAXIMUM
     return binary(operation, widened(as_block(x)), widened(as_block(y)))  # type: ignore[no-any-return]
 
 

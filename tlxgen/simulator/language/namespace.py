@@ -1,10 +1,10 @@
-"""What stands in for `triton.language` while a kernel runs as a Python function."""
+"""`Language`, the simulated `triton.language`: every supported name of `tl`, and a clear error for any other."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -12,57 +12,17 @@ from triton.language.core import constexpr
 
 from tlxgen.errors import TlxgenError
 from tlxgen.simulator.dtypes import Array, convert, numpy_dtype, quiet, unwrap
-from tlxgen.simulator.language import mathematics, reductions, shapes, tensor_cores
-from tlxgen.simulator.language.blocks import Block, as_block, builtin_range, maximum, minimum
+from tlxgen.simulator.language import assembly, mathematics, reductions, shapes, tensor_cores
+from tlxgen.simulator.language.blocks import METHODS, Block, as_block, builtin_range, maximum, minimum
+from tlxgen.simulator.language.global_operations import GlobalOperations
 
 
 class UnsupportedOperationError(TlxgenError, AttributeError):
-    """A name of Triton that the simulator has no meaning for."""
-
-
-class Runtime(Protocol):
-    """What the language asks of whoever runs the kernel."""
-
-    def program_id(self, axis: int, /) -> int:
-        """This program's place along an axis of the grid."""
-
-    def num_programs(self, axis: int, /) -> int:
-        """The size of the grid along an axis."""
-
-    def global_load(self, addresses: Array, element: tl.dtype, mask: Array | None, /) -> Array:
-        """The values at byte addresses; anything in lanes that are masked out."""
-
-    def global_store(self, addresses: Array, values: Array, element: tl.dtype, mask: Array | None, /) -> None:
-        """Writes the values to byte addresses."""
-
-    def global_atomic(
-        self,
-        addresses: Array,
-        values: Array,
-        element: tl.dtype,
-        mask: Array | None,
-        operation: Callable[[Array, Array], Array],
-        /,
-    ) -> Array:
-        """Replaces each old value by `operation(old, value)`; the old values."""
-
-    def make_descriptor(
-        self, base: Block, shape: list[int], strides: list[int], block_shape: list[int], padding: str, /
-    ) -> Any:
-        """A tensor descriptor, which loads and stores blocks."""
-
-    def fail(self, kind: str, message: str, /) -> None:
-        """Records a finding."""
-
-    def block_barrier(self) -> None:
-        """Waits for all threads of the program."""
-
-    def asm_meaning(self, asm: str, /) -> Callable[..., Any] | None:
-        """What inline assembly computes on arrays, if that is known."""
+    """A name of Triton that the simulator does not support."""
 
 
 class Namespace:
-    """Names and what they stand for; any other name is an operation that the simulator lacks."""
+    """A namespace with these members; any other name is an unsupported operation."""
 
     def __init__(self, name: str, members: Mapping[str, Any]) -> None:
         self._name = name
@@ -129,8 +89,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "mul": lambda x, y, sanitize_overflow=True: as_block(x) * y,  # noqa: ARG005
 }
 
-#: The functions that a block has as methods too.
-MEMBERS: dict[str, Callable[..., Any]] = {**_REDUCTIONS, **_ELEMENTWISE, "ravel": shapes.ravel, "item": shapes.item}
+METHODS.update(_REDUCTIONS | _ELEMENTWISE | {"ravel": shapes.ravel, "item": shapes.item})
 
 
 def _static_assert(condition: Any, message: str = "") -> None:
@@ -139,7 +98,7 @@ def _static_assert(condition: Any, message: str = "") -> None:
 
 
 def _print(*values: Any, **_options: Any) -> None:
-    print(*values)  # noqa: T201 (what the kernel asks for)
+    print(*values)  # noqa: T201 (the kernel prints)
 
 
 def _same(block: Any, *_values: Any, **_options: Any) -> Any:
@@ -148,7 +107,7 @@ def _same(block: Any, *_values: Any, **_options: Any) -> Any:
 
 
 def _nothing(*_args: Any, **_options: Any) -> None:
-    """An instruction that changes nothing a program could see."""
+    """An instruction without an effect on values."""
 
 
 def _static_range(*bounds: Any, **_options: Any) -> range:
@@ -171,7 +130,7 @@ _CONTROL: dict[str, Callable[..., Any]] = {
     "to_tensor": as_block,
 }
 
-#: What is taken from Triton as it is: types, and the values of options.
+#: Types and values of options that are Triton's own.
 _TRITON = (
     *("int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "void", "pi32_t"),
     *("float8e4nv", "float8e5", "float8e4b8", "float8e4b15", "float8e5b16", "float16", "bfloat16", "float32"),
@@ -179,11 +138,21 @@ _TRITON = (
     *("PropagateNan", "ReductionOrdering", "TRITON_MAX_TENSOR_NUMEL"),
 )
 
-_FUNCTIONS = {**_SHAPES, **_REDUCTIONS, **_ELEMENTWISE, **_CONTROL}
+
+def _namespace(name: str, functions: Mapping[str, Callable[..., Any]]) -> Namespace:
+    return Namespace(name, {name: unwrapping(function) for name, function in functions.items()})
+
+
+_LIBDEVICE = _namespace("tl.extra.libdevice", mathematics.LIBDEVICE)
+_CUDA = {"libdevice": _LIBDEVICE, "gdc_wait": _nothing, "gdc_launch_dependents": _nothing}
+
+#: All members of `tl` that do not depend on the machine.
 _PURE: dict[str, Any] = {
-    **{name: unwrapping(function) for name, function in _FUNCTIONS.items()},
+    **{name: unwrapping(f) for name, f in (_SHAPES | _REDUCTIONS | _ELEMENTWISE | _CONTROL).items()},
     **{name: getattr(tl, name) for name in _TRITON},
     "constexpr": unwrap,
+    "math": _namespace("tl.math", _MATHEMATICS),
+    "extra": Namespace("tl.extra", {"libdevice": _LIBDEVICE, "cuda": Namespace("tl.extra.cuda", _CUDA)}),
 }
 
 _ATOMICS: dict[str, Callable[[Any, Any], Any]] = {
@@ -197,35 +166,25 @@ _ATOMICS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _extra() -> Namespace:
-    """`tl.extra`, new for each language, so that others may add to it."""
-    functions = {name: unwrapping(function) for name, function in mathematics.LIBDEVICE.items()}
-    libdevice = Namespace("tl.extra.libdevice", functions)
-    cuda = {"libdevice": libdevice, "gdc_wait": _nothing, "gdc_launch_dependents": _nothing}
-    return Namespace("tl.extra", {"libdevice": libdevice, "cuda": Namespace("tl.extra.cuda", cuda)})
-
-
 class Language(Namespace):
-    """The namespace `tl` of the kernels that a runtime runs."""
+    """The namespace `tl` of kernels on one machine."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, operations: GlobalOperations) -> None:
         super().__init__("tl", _PURE)
-        self._runtime = runtime
-        self.math = Namespace("tl.math", {name: unwrapping(function) for name, function in _MATHEMATICS.items()})
-        self.extra = _extra()
+        self._operations = operations
         for name, operation in _ATOMICS.items():
             setattr(self, name, functools.partial(self._atomic, operation))
 
     def program_id(self, axis: Any) -> Block:
         """`tl.program_id`."""
-        return Block(np.int32(self._runtime.program_id(int(unwrap(axis)))), tl.int32)  # type: ignore[arg-type]
+        return Block(np.int32(self._operations.program_id(int(unwrap(axis)))), tl.int32)  # type: ignore[arg-type]
 
     def num_programs(self, axis: Any) -> Block:
         """`tl.num_programs`."""
-        return Block(np.int32(self._runtime.num_programs(int(unwrap(axis)))), tl.int32)  # type: ignore[arg-type]
+        return Block(np.int32(self._operations.num_programs(int(unwrap(axis)))), tl.int32)  # type: ignore[arg-type]
 
     def load(self, pointer: Block, mask: Any = None, other: Any = None, **_hints: Any) -> Block:
-        """`tl.load` through pointers; without `other`, lanes that are masked out hold what the runtime gives."""
+        """`tl.load` through pointers; without `other`, lanes that are masked out are undefined."""
         element = _element(pointer, "load")
         mask, other = unwrap(mask), unwrap(other)
         if mask is None:
@@ -240,7 +199,7 @@ class Language(Namespace):
 
     def _loaded(self, addresses: Array, mask: Array | None, element: tl.dtype) -> Block:
         stored = _stored(element)
-        values = self._runtime.global_load(addresses, stored, mask)
+        values = self._operations.global_load(addresses, stored, mask)
         return Block(np.asarray(values)[()], stored).to(element)
 
     def store(self, pointer: Block, value: Any, mask: Any = None, **_hints: Any) -> None:
@@ -248,7 +207,7 @@ class Language(Namespace):
         stored = _stored(_element(pointer, "store", writes=True))
         values = as_block(value).to(stored).data
         addresses, values, active = _lanes("store", pointer, values, unwrap(mask))
-        self._runtime.global_store(addresses, values, stored, active)
+        self._operations.global_store(addresses, values, stored, active)
 
     def _atomic(
         self, operation: Callable[[Any, Any], Any], pointer: Block, val: Any, mask: Any = None, **_semantics: Any
@@ -257,11 +216,11 @@ class Language(Namespace):
         element = _element(pointer, "atomic", writes=True)
         values = as_block(val).to(element).data
         addresses, values, active = _lanes("atomic", pointer, values, unwrap(mask))
-        old = self._runtime.global_atomic(addresses, values, element, active, operation)
+        old = self._operations.global_atomic(addresses, values, element, active, operation)
         return Block(np.asarray(old)[()], element)
 
     def atomic_cas(self, pointer: Block, cmp: Any, val: Any, **_semantics: Any) -> Block:
-        """`tl.atomic_cas`, one lane after the other: each has its own value to compare with."""
+        """`tl.atomic_cas`, lane by lane: each has its own value to compare with."""
         element = _element(pointer, "atomic_cas", writes=True)
         addresses, expected = _broadcast("atomic_cas", pointer.data, as_block(cmp).to(element).data)
         addresses, values = _broadcast("atomic_cas", addresses, as_block(val).to(element).data)
@@ -269,7 +228,7 @@ class Language(Namespace):
         for lane in np.ndindex(addresses.shape):
             swap = functools.partial(_swap_if_equal, expected[lane])
             place, value = np.asarray(addresses[lane]), np.asarray(values[lane])
-            old[lane] = self._runtime.global_atomic(place, value, element, None, swap)
+            old[lane] = self._operations.global_atomic(place, value, element, None, swap)
         return Block(old[()], element)
 
     def make_tensor_descriptor(
@@ -277,16 +236,16 @@ class Language(Namespace):
     ) -> Any:
         """`tl.make_tensor_descriptor`."""
         sizes, steps, tile = ([int(unwrap(v)) for v in unwrap(values)] for values in (shape, strides, block_shape))
-        return self._runtime.make_descriptor(base, sizes, steps, tile, unwrap(padding_option))
+        return self._operations.make_descriptor(base, sizes, steps, tile, unwrap(padding_option))
 
     def debug_barrier(self) -> None:
         """`tl.debug_barrier`."""
-        self._runtime.block_barrier()
+        self._operations.block_barrier()
 
     def assume(self, condition: Any) -> None:
-        """`tl.assume`: what is assumed and false makes the compiled kernel wrong."""
+        """`tl.assume`: the compiled kernel is wrong if the condition is false."""
         if not np.all(as_block(condition).data):
-            self._runtime.fail("assume", "the condition of tl.assume is false for these arguments")
+            self._operations.fail("assume", "the condition of tl.assume is false for these arguments")
 
     def device_assert(self, condition: Any, msg: Any = "", mask: Any = None) -> None:
         """`tl.device_assert`."""
@@ -294,9 +253,9 @@ class Language(Namespace):
         if unwrap(mask) is not None:
             holds = holds | ~as_block(mask).to(tl.int1)
         if not np.all(holds.data):
-            self._runtime.fail("device_assert", str(unwrap(msg)) or "the condition of tl.device_assert is false")
+            self._operations.fail("device_assert", str(unwrap(msg)) or "the condition of tl.device_assert is false")
 
-    def inline_asm_elementwise(  # the register constraints and `pack` say how, not what
+    def inline_asm_elementwise(
         self,
         asm: Any,
         constraints: Any,  # noqa: ARG002
@@ -305,15 +264,14 @@ class Language(Namespace):
         is_pure: Any = True,  # noqa: ARG002
         pack: Any = 1,  # noqa: ARG002
     ) -> Any:
-        """`tl.inline_asm_elementwise`, for assembly that the runtime knows; otherwise zeros, and a finding."""
+        """`tl.inline_asm_elementwise` of registered assembly; otherwise zeros, and a finding."""
         text, dtypes = unwrap(asm), unwrap(dtype)
         operands = np.broadcast_arrays(*(as_block(arg).data for arg in args)) if args else []
         wanted = [unwrap(each) for each in dtypes] if isinstance(dtypes, (tuple, list, tl.tuple)) else [dtypes]
-        meaning = self._runtime.asm_meaning(text)
+        meaning = assembly.lookup(text)
         if meaning is None:
-            self._runtime.fail(
-                "unknown_instruction",
-                f"nobody has said what this assembly computes, so it gives zeros: {text!r}",
+            self._operations.fail(
+                "unknown_instruction", f"inline assembly without a meaning, computed as zeros: {text!r}"
             )
             shape = operands[0].shape if operands else ()
             results: Any = [np.zeros(shape) for _ in wanted]
@@ -363,7 +321,7 @@ def _broadcast(what: str, a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _lanes(what: str, pointer: Block, values: Array, mask: Any) -> tuple[Array, Array, Array | None]:
-    """Addresses, values and mask of one shape, which is that of the pointers."""
+    """Addresses, values and mask, broadcast to the shape of the pointers."""
     addresses, values = _broadcast(what, pointer.data, values)
     active = None
     if mask is not None:

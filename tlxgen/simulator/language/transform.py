@@ -1,11 +1,11 @@
-"""Kernel source → Python that runs on the machine.
+"""The rewriting of kernel source to Python that runs on the machine.
 
-What changes: decorators and annotations of kernels go; plain assignments make run-time scalars, as they do in Triton;
-each `with tlx.async_task(...)` becomes a function of its own, which `with tlx.async_tasks()` runs side by side. Lines
-stay where they are, so that findings point into the file.
+Decorators and annotations of kernels are removed; plain assignments make run-time scalars, as in Triton; each
+`with tlx.async_task(...)` becomes a function, and `with tlx.async_tasks()` runs these concurrently. Line numbers do not
+change, so that findings point into the file.
 
-A name that a task assigns and the kernel binds too is copied into the task when it starts, as the compiler captures it:
-every role may step its own `stage`.
+A name that both the kernel and a task assign is copied into the task when it starts, as the compiler captures it: each
+role may step its own `stage`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-#: Names of the helpers that transformed code calls; `program.py` binds them.
+#: Names of the helpers that transformed code calls; `program` binds them.
 NORMALISE, STEP, KERNEL = "__normalise", "__step", "__kernel"
 
 #: Builtins that mean something else on run-time values: `range` is called `__range` in kernels, and so on.
@@ -67,11 +67,11 @@ class _Body(ast.NodeTransformer):
         self.tasks = 0
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        """A function inside of a kernel is Triton's business, not ours."""
+        """A nested function stays as it is."""
         return node
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
-        """Builtins."""
+        """Builtins get their run-time versions."""
         if node.id in BUILTINS and isinstance(node.ctx, ast.Load):
             node.id = BUILTINS[node.id]
         return node
@@ -95,7 +95,7 @@ class _Body(ast.NodeTransformer):
         return ast.copy_location(ast.Assign([node.target], value), node)
 
     def visit_While(self, node: ast.While) -> ast.While:
-        """A loop that never ends must become a finding."""
+        """Each iteration is a step of the scheduler, so that an endless loop becomes a finding."""
         self.generic_visit(node)
         node.body.insert(0, ast.copy_location(ast.Expr(_call(STEP)), node))
         return node
@@ -135,20 +135,20 @@ class _Body(ast.NodeTransformer):
 
 
 def _first_line(statement: ast.stmt, node: ast.stmt) -> ast.stmt:
-    """Places a statement in the line in which a node begins: a call of several lines would count as in its last one."""
+    """Gives a statement the line in which a node begins; a call of several lines would count as in its last one."""
     statement.lineno = statement.end_lineno = node.lineno
     statement.col_offset = statement.end_col_offset = node.col_offset
     return statement
 
 
 def _if_bound(variable: str) -> ast.expr:
-    """The kernel's value of a name, or None where it has none (Triton's compiler has refused a task that reads it)."""
+    """The kernel's value of a name, or None if it has none (Triton's compiler refuses a task that reads it)."""
     values = ast.Call(ast.Name("locals", ast.Load()), [], [])
     return ast.Call(ast.Attribute(values, "get", ast.Load()), [ast.Constant(variable)], [])
 
 
 def _set_first(variable: str, body: list[ast.stmt]) -> bool:
-    """Whether a task gives a name a value of its own before anything else, and so captures nothing."""
+    """Whether a task assigns a name before it reads it, and so does not capture it."""
     for statement in body:
         names = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id == variable]
         if names:
@@ -168,7 +168,7 @@ def _is_allocation(value: ast.expr) -> bool:
 
 
 def _bound(statements: list[ast.stmt]) -> Iterator[str]:
-    """Names that statements assign, not counting those of functions inside."""
+    """Names that statements assign."""
     for statement in statements:
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

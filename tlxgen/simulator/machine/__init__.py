@@ -1,1 +1,1 @@
-"""The simulated machine: memories, barriers, tasks, the scheduler, and the checks on their use."""
+"""The simulated GPU: scheduler, memories, barriers and asynchronous copies, and the checks on their use."""

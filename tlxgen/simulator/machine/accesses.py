@@ -1,4 +1,4 @@
-"""Races: accesses to one place that nothing orders."""
+"""Accesses to memory: when one counts as finished, and which two need an order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from tlxgen.simulator.machine.clocks import IN_FLIGHT, Clock
 
 @dataclass(slots=True)
 class Access:
-    """One read or write, and when it counts as finished.
+    """One read or write.
 
     Attributes:
-        component, index: finished for whoever knows `component` at `index`; `IN_FLIGHT` while that is open.
-        generic: through the ordinary proxy, which TMA and wgmma see only after a fence.
-        atomic: does not conflict with others that are.
+        component, index: the access is finished for an actor that knows `component` at `index`; `IN_FLIGHT` while
+            its end is open.
+        generic: through the generic proxy; TMA and wgmma see its writes only after a fence.
+        atomic: does not conflict with other atomics.
     """
 
     what: str
@@ -27,7 +28,7 @@ class Access:
     atomic: bool = False
 
     def finished(self, known: Clock) -> bool:
-        """Whether somebody who knows that much may rely on it."""
+        """Whether an actor with this clock may rely on the access being over."""
         return self.index <= known.get(self.component, 0)
 
     def conflicts(self, other: Access) -> bool:
@@ -36,7 +37,7 @@ class Access:
 
     @property
     def in_flight(self) -> bool:
-        """Whether nobody can know its end yet."""
+        """Whether its end is still open."""
         return self.index == IN_FLIGHT
 
     def __str__(self) -> str:

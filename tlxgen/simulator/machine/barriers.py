@@ -1,4 +1,4 @@
-"""The barriers of a CTA: mbarriers as the PTX manual defines them, named barriers, and the checks on their use.
+"""Mbarriers and named barriers as PTX defines them, and the checks on the order of their use.
 
 An mbarrier counts phases. A phase completes when no arrival is pending and as many bytes have come as were expected;
 the next one begins at once, with the full count. A wait names the parity of a phase and passes if the current phase has
@@ -15,7 +15,7 @@ from tlxgen.simulator.machine.clocks import Clock, Knowledge
 
 
 class BarrierError(Exception):
-    """Use of a barrier that the hardware does not define; `kind` is a kind of finding."""
+    """Use of a barrier that PTX leaves undefined; `kind` is a kind of finding."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -24,12 +24,12 @@ class BarrierError(Exception):
 
 @dataclass
 class Phases:
-    """The counting part of an mbarrier: nothing but the rules of the PTX manual.
+    """The counters of an mbarrier, by the rules of the PTX manual.
 
     Attributes:
         count: arrivals that a phase takes.
-        completed: phases that are complete.
-        pending: arrivals that the current phase still lacks.
+        completed: number of complete phases.
+        pending: arrivals that the current phase lacks.
         missing_bytes: bytes that are expected and have not come; negative if they came before they were expected.
     """
 
@@ -42,7 +42,7 @@ class Phases:
         self.pending = self.count
 
     def arrive(self, count: int = 1) -> bool:
-        """Counts arrivals; whether the phase is complete with them.
+        """Counts arrivals; returns whether they complete the phase.
 
         Raises:
             BarrierError: more arrivals than the phase takes, which PTX leaves undefined.
@@ -59,7 +59,7 @@ class Phases:
         return self.arrive()
 
     def deliver(self, size: int) -> bool:
-        """`complete_tx`: bytes that have come; whether the phase is complete with them."""
+        """`complete_tx`: counts bytes that have come; returns whether they complete the phase."""
         self.missing_bytes -= size
         return self._complete()
 
@@ -77,7 +77,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Arrival:
-    """Who arrived (or waited), when in its own time, and what it then knew."""
+    """A task's arrival on a barrier (or wait) as a position in the vector clocks."""
 
     component: int
     epoch: int
@@ -86,11 +86,11 @@ class Arrival:
 
 @dataclass
 class Mbarrier:
-    """An mbarrier with what arrivals release, and the order that its users must keep.
+    """An mbarrier: its counters, the knowledge that arrivals release, and the checks on the order of its users.
 
     Attributes:
         component: of the clocks; its index is the number of completed phases.
-        name: as in the source, with its place in the array.
+        name: as in the source, with its index in the array.
         line: where it was allocated.
         per_thread: a TLX warp barrier, on which every thread of a task arrives.
     """
@@ -100,64 +100,64 @@ class Mbarrier:
     line: int
     phases: Phases
     per_thread: bool = False
-    released: Knowledge = field(default_factory=Knowledge)  #: what the last complete phase tells who waits for it
+    released: Knowledge = field(default_factory=Knowledge)  #: what a wait for the last complete phase acquires
     arrivals: list[Arrival] = field(default_factory=list)  #: of the current phase
     arrivals_before: list[Arrival] = field(default_factory=list)  #: of the last complete phase
     waited: list[Arrival] = field(default_factory=list)  #: for the last complete phase, or on a fresh barrier
-    partners: dict[str, None] = field(default_factory=dict)  #: roles that ever arrived, in order
+    partners: dict[str, None] = field(default_factory=dict)  #: roles that have arrived so far, in order
     in_flight: int = 0  #: copies that will deliver bytes here
     bytes_in_phase: int = 0
     bytes_before: int = 0
     _releasing: Knowledge = field(default_factory=Knowledge)
 
     def arrive(self, who: Arrival, known: Knowledge, count: int = 1, expect: int | None = None) -> list[str]:
-        """An arrival, with or without expected bytes; complaints about its order, empty if it is enforced.
+        """Counts an arrival, with expected bytes if given; returns violations of the order, if any.
 
         If the arrival is the last of its phase in every schedule, `known` learns that the phase is complete.
 
         Raises:
             BarrierError: more arrivals than the phase takes.
         """
-        complaints = self._too_early(known.finished)
+        violations = self._too_early(known.finished)
         self.partners[who.role] = None
         self.arrivals.append(who)
         self._releasing.join(known)
         if self.phases.arrive(count) if expect is None else self.phases.expect(expect):
             last = not self.bytes_in_phase and all(known.finished.knows(a.component, a.epoch) for a in self.arrivals)
-            complaints += self._complete()
+            violations += self._complete()
             if last:
                 known.finished[self.component] = self.phases.completed
-        return complaints
+        return violations
 
     def deliver(self, size: int, issuer: Knowledge, role: str) -> list[str]:
-        """Bytes of a copy that `issuer` had started."""
+        """Counts the bytes of a copy that started with the knowledge `issuer`; returns violations of the order."""
         self.partners[role] = None
         self.bytes_in_phase += size
         self._releasing.join(issuer)
         return self._complete() if self.phases.deliver(size) else []
 
     def wait(self, who: Arrival, parity: int, known: Knowledge) -> list[str]:
-        """A wait that passes: learns what the last complete phase released; complaints if that phase is another one.
+        """A wait that passes: `known` acquires what the last complete phase released; returns violations of the order.
 
-        Which phase is meant follows from what the task knows to be complete: the last it knows of, if its parity is
-        the one asked for, and the one after it otherwise.
+        The phase that the task means follows from the phases that it knows to be complete: the last of them if its
+        parity is the one asked for, the next one otherwise. It is a violation if another phase lets the wait pass.
         """
         completed = self.phases.completed
         meant = known.finished.get(self.component, 0) - 1
         if meant % 2 != parity:
             meant += 1
-        complaints = []
+        violations = []
         if completed - 1 != meant:
             ahead = f"phase {completed - 1} is complete already: the wait passes, or hangs, by chance"
-            complaints.append(f"waits for phase {meant} of {self.name}, but {ahead}")
+            violations.append(f"waits for phase {meant} of {self.name}, but {ahead}")
         if completed:
             known.join(self.released)
             known.finished[self.component] = max(known.finished.get(self.component, 0), completed)
         self.waited.append(who)
-        return complaints
+        return violations
 
     def describe(self) -> str:
-        """Its name, and what the phase under way has and lacks."""
+        """The barrier's name, and what the current phase has and lacks."""
         phases = self.phases
         missing = phases.missing_bytes
         lacking = f"{missing} bytes missing" if missing >= 0 else f"{-missing} bytes that were not expected"
@@ -167,7 +167,7 @@ class Mbarrier:
         )
 
     def _too_early(self, known: Clock) -> list[str]:
-        """An arrival for this phase must come after all of the last one's, in every schedule."""
+        """Violations by an arrival that some schedule puts before an arrival of the last phase."""
         if self.phases.completed == 0:
             return []
         unknown = [a.role for a in self.arrivals_before if not known.knows(a.component, a.epoch)]
@@ -180,47 +180,49 @@ class Mbarrier:
         return [f"{early}: if {late} came later, the arrival would count for that one"]
 
     def _complete(self) -> list[str]:
-        """Turns the phase; complaints if somebody may not have seen the one before it."""
+        """Starts the next phase; violations by waiters that may not yet have seen the last one."""
         late = [w.role for w in self.waited if not self._releasing.finished.knows(w.component, w.epoch)]
         number = self.phases.completed - 1
-        complaints = []
+        violations = []
         if late:
             seen = f"phase {number - 1}" if number else "that it is fresh"
             lost = f"phase {number} of {self.name} may complete before {_listed(late)} has seen {seen}"
-            complaints.append(f"{lost}: that wait would hang, or take a later phase for its own")
+            violations.append(f"{lost}: that wait would hang, or take a later phase for its own")
         self.released, self._releasing = self._releasing, Knowledge()
         self.arrivals_before, self.arrivals, self.waited = self.arrivals, [], []
         self.bytes_before, self.bytes_in_phase = self.bytes_in_phase, 0
-        return complaints
+        return violations
 
 
 @dataclass
 class NamedBarrier:
-    """A hardware barrier of a CTA: completes when as many threads have come as every user says it takes.
+    """A hardware barrier of a CTA: a round completes with the number of threads that every user names.
 
     Attributes:
         number: in the hardware, 0 to 15; -1 is the barrier of a cluster.
-        rounds: that are complete.
-        wanted: threads that the last to come said it takes.
-        partners: roles that ever came, in order.
+        rounds: number of complete rounds.
+        threads: that have arrived in the current round.
+        wanted: threads that the last user named.
+        last_round: role → its last round and what that releases.
+        partners: roles that have arrived so far, in order.
     """
 
     component: int
     number: int
     rounds: int = 0
-    threads: int = 0  #: that have come in this round
+    threads: int = 0
     wanted: int = 0
-    last_round: dict[str, tuple[int, Knowledge]] = field(default_factory=dict)  #: role → its last, what it tells
+    last_round: dict[str, tuple[int, Knowledge]] = field(default_factory=dict)
     partners: dict[str, None] = field(default_factory=dict)
     _releasing: Knowledge = field(default_factory=Knowledge)
 
     @property
     def name(self) -> str:
-        """As findings call it."""
+        """Its name in findings."""
         return f"named barrier {self.number}" if self.number >= 0 else "the barrier of the cluster"
 
-    def come(self, role: str, threads: int, wanted: int, known: Knowledge) -> Iterable[BarrierError]:
-        """A task's threads come, to wait or only to arrive; what is wrong with that."""
+    def arrive(self, role: str, threads: int, wanted: int, known: Knowledge) -> Iterable[BarrierError]:
+        """Counts a task's threads, which wait there or continue; yields what is wrong with that."""
         if wanted % 32:
             message = f"{self.name} takes {wanted} threads here, which are no whole warps of 32"
             yield BarrierError("wrong_thread_count", message)
@@ -252,7 +254,7 @@ class NamedBarrier:
             self._releasing = Knowledge()
 
     def pass_round(self, number: int, known: Knowledge) -> None:
-        """What a waiter of that round learns, however many have passed since."""
+        """A wait for a round passes: `known` acquires what that round released, and nothing of later ones."""
         known.join(dict(self.last_round.values())[number])
         known.finished[self.component] = max(known.finished.get(self.component, 0), number + 1)
 

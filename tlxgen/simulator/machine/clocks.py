@@ -1,9 +1,9 @@
-"""Who knows what to be finished: vector clocks.
+"""Vector clocks: which operations an actor knows to be finished.
 
-Everything that happens belongs to a *component*: a task (its index is an epoch), an mbarrier (completed phases) or a
-task's queue of asynchronous operations (finished groups). An access with (component, index) has finished, for an actor,
-if the actor knows the component to be at that index or later. Knowledge travels with arrivals and waits alone, so an
-order that one schedule merely happened to take is never mistaken for one that is enforced.
+Every operation belongs to a *component*: a task (its index is an epoch), an mbarrier (completed phases) or a task's
+queue of asynchronous operations (finished groups). An access with (component, index) is finished for an actor that
+knows the component at that index or a later one. Knowledge travels only with arrivals and waits, so an order that one
+schedule happens to take is not mistaken for an enforced one.
 
 (L. Lamport, Time, Clocks, and the Ordering of Events; F. Mattern, Virtual Time and Global States of Distributed
 Systems.)
@@ -11,7 +11,7 @@ Systems.)
 
 from __future__ import annotations
 
-#: Index of an access that nothing can be known about yet: it is still in flight.
+#: Index of an access that is still in flight.
 IN_FLIGHT = 1 << 62
 
 
@@ -19,7 +19,7 @@ class Clock(dict[int, int]):
     """Component → the latest index known to be finished."""
 
     def join(self, other: Clock) -> None:
-        """Learns all that `other` knows."""
+        """Takes the maximum with another clock."""
         get = self.get
         for component, index in other.items():
             if get(component, 0) < index:
@@ -31,7 +31,7 @@ class Clock(dict[int, int]):
 
 
 class Knowledge:
-    """Two clocks: what has finished, and what of it has also passed a fence to the asynchronous proxy."""
+    """Two clocks: what has finished, and what of it a fence has made visible to the asynchronous proxy."""
 
     __slots__ = ("fenced", "finished")
 
@@ -40,11 +40,11 @@ class Knowledge:
         self.fenced = fenced if fenced is not None else Clock()
 
     def copy(self) -> Knowledge:
-        """A snapshot, as an arrival releases it."""
+        """A snapshot."""
         return Knowledge(Clock(self.finished), Clock(self.fenced))
 
     def join(self, other: Knowledge) -> None:
-        """What a wait acquires."""
+        """Takes the maximum with another actor's knowledge, as a wait does."""
         self.finished.join(other.finished)
         self.fenced.join(other.fenced)
 

@@ -1,7 +1,7 @@
-"""Global memory: the storages of the tensors that a launch was given, and who touched which elements.
+"""Global memory: the storages of a launch's tensors, and the accesses to their elements.
 
-Addresses are real ones, so pointers can be computed, stored in tables and loaded again. Every access is checked against
-the storages: what a GPU would read from somewhere, or destroy, is a finding here.
+Addresses are real, so pointers can be computed, stored in tables and loaded again. Every access is checked against the
+storages, and one outside of all of them is a finding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tlxgen.simulator.machine.clocks import Clock, Knowledge
 
 
 class Storage:
-    """One tensor's storage, and for each element the groups of accesses that count: the last writes, the last reads."""
+    """One tensor's storage, and for each element the group of its last writes and that of its last reads."""
 
     def __init__(self, name: str, data: np.ndarray, element_size: int) -> None:
         self.name = name
@@ -31,7 +31,7 @@ class Storage:
         self.readers = np.zeros(elements, np.int32)
 
     def typed(self, dtype: Any) -> np.ndarray:
-        """All of it, as elements of a dtype."""
+        """The storage as elements of a dtype."""
         element = numpy_dtype(dtype)
         return self.bytes[: self.bytes.nbytes // element.itemsize * element.itemsize].view(element)
 
@@ -43,12 +43,12 @@ class GlobalMemory:
         self.storages: list[Storage] = []
         self.log: list[Access] = []
         self._starts: list[int] = []
-        self._released: dict[int, Knowledge] = {}  # by atomics: address → what whoever comes there next acquires
+        self._released: dict[int, Knowledge] = {}  # address → what the next atomic there acquires
         self._groups: list[tuple[int, ...]] = [()]  # numbers in the log; what a storage's elements refer to
         self._group_numbers: dict[tuple[int, ...], int] = {(): 0}
 
     def register(self, tensor: Any, name: str) -> Storage:
-        """Makes a CPU tensor's storage known; one storage of several tensors is known once."""
+        """Adds a CPU tensor's storage, unless another tensor has added it already."""
         import torch
 
         raw = tensor.untyped_storage()
@@ -63,16 +63,16 @@ class GlobalMemory:
         return storage
 
     def at(self, address: int) -> Storage | None:
-        """The storage that holds an address."""
+        """The storage that contains an address."""
         place = bisect.bisect(self._starts, address) - 1
         if place >= 0 and address < self.storages[place].last:
             return self.storages[place]
         return None
 
     def split(self, addresses: np.ndarray, size: int, mask: np.ndarray | None) -> Iterator[tuple[Storage | None, Any]]:
-        """The storages that addresses lie in, each with the lanes that do; None for those that lie nowhere.
+        """Yields each storage with the lanes whose addresses it contains; None for lanes outside of all storages.
 
-        Lanes are `...` for all, or a mask of those meant. `size` is that of an element in bytes.
+        Lanes are a mask, or `...` for all. `size` is the bytes of an element.
         """
         active = addresses if mask is None else addresses[mask]
         if not active.size:
@@ -92,7 +92,7 @@ class GlobalMemory:
             yield None, meant & ~inside
 
     def describe(self, address: int) -> str:
-        """An address outside of all storages, in terms of the nearest."""
+        """The position of an address outside of all storages, relative to the nearest."""
         if not self.storages:
             return f"address {address:#x}, and no tensor was given"
         nearest = min(self.storages, key=lambda storage: max(storage.first - address, address - storage.last))
@@ -102,15 +102,15 @@ class GlobalMemory:
             return f"{nearest.last - address} bytes before the end of {nearest.name}, which are no whole element"
         return f"{address - nearest.last} bytes past the end of {nearest.name}"
 
-    def synchronise(self, addresses: np.ndarray, known: Knowledge, told: Knowledge) -> None:
-        """An atomic acquires what earlier ones on the same addresses have released, and releases what is told."""
+    def synchronise(self, addresses: np.ndarray, known: Knowledge, releases: Knowledge) -> None:
+        """An atomic releases `releases`, and `known` acquires what earlier ones on the same addresses have released."""
         for address in np.unique(addresses).tolist():
             released = self._released.setdefault(address, Knowledge())
-            released.join(told)  # of what is known, so that it teaches nothing below
+            released.join(releases)  # a part of `known`, so the next line acquires nothing new from it
             known.join(released)
 
     def note(self, storage: Storage, where: Any, access: Access, known: Clock) -> Iterator[Access]:
-        """Records an access to elements; earlier ones that conflict and are not known to be finished."""
+        """Records an access to elements; yields earlier ones that conflict and are not known to be finished."""
         groups = _distinct(storage.writers[where])
         if access.write:
             groups += _distinct(storage.readers[where])
@@ -123,19 +123,16 @@ class GlobalMemory:
         if access.write and not access.atomic:
             table[where] = self._number((len(self.log) - 1,))
         else:
-            table[where] = self._beside(table[where], access, known)
+            table[where] = self._with_newest(table[where], access, known)
 
-    def _beside(self, groups: np.ndarray, access: Access, known: Clock) -> np.ndarray:
-        """The groups with the newest access, and without those that it stands for: whoever knows it knows them too."""
+    def _with_newest(self, groups: np.ndarray, access: Access, known: Clock) -> np.ndarray:
+        """The groups plus the newest access, minus accesses that it supersedes: who knows it knows them too."""
         distinct = _distinct(groups)
         joined = []
         for group in distinct:
-            rest = [n for n in self._groups[group] if not self._stands_for(access, self.log[n], known)]
+            rest = [n for n in self._groups[group] if not _supersedes(access, self.log[n], known)]
             joined.append(self._number((*rest, len(self.log) - 1)))
         return np.array(joined, np.int32)[np.searchsorted(distinct, groups)]
-
-    def _stands_for(self, access: Access, old: Access, known: Clock) -> bool:
-        return old.finished(known) or (old.component == access.component and old.index <= access.index)
 
     def _number(self, group: tuple[int, ...]) -> int:
         if group not in self._group_numbers:
@@ -144,15 +141,19 @@ class GlobalMemory:
         return self._group_numbers[group]
 
 
+def _supersedes(access: Access, old: Access, known: Clock) -> bool:
+    return old.finished(known) or (old.component == access.component and old.index <= access.index)
+
+
 def _distinct(groups: np.ndarray) -> list[int]:
-    """The numbers that there are, in order."""
+    """Sorted distinct numbers."""
     if groups.size and groups.min() == groups.max():
         return [int(groups.flat[0])]
     return [int(group) for group in np.unique(groups)]
 
 
 def gather(storage: Storage, addresses: np.ndarray, dtype: Any, lanes: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Values at addresses of one storage, and the places of its elements; lanes that are out get its first element."""
+    """Values at addresses of one storage, and their element numbers; masked lanes get the first element."""
     size = itemsize(dtype)
     offsets = addresses - storage.first
     if lanes is not ...:
@@ -162,7 +163,7 @@ def gather(storage: Storage, addresses: np.ndarray, dtype: Any, lanes: Any) -> t
 
 
 def scatter(storage: Storage, addresses: np.ndarray, values: np.ndarray, dtype: Any, lanes: Any) -> np.ndarray:
-    """Writes values to addresses of one storage; the places of its elements."""
+    """Writes values to addresses of one storage; returns their element numbers."""
     size = itemsize(dtype)
     if lanes is not ...:
         addresses, values = addresses[lanes], np.broadcast_to(values, lanes.shape)[lanes]
@@ -179,7 +180,7 @@ def combine(
     lanes: Any,
     operation: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Read-modify-write, one lane after the other as atomics do; the old values, and the places."""
+    """Read-modify-write, lane by lane as atomics do; returns the old values and the element numbers."""
     size = itemsize(dtype)
     typed = storage.typed(dtype)
     meant = np.ones(addresses.shape, np.bool_) if lanes is ... else lanes

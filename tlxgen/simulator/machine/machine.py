@@ -1,60 +1,56 @@
-"""The machine: CTAs whose tasks take turns under a seeded scheduler, and copies that finish when they like.
+"""The machine that a launch runs on: a seeded scheduler for the tasks of all CTAs and for their asynchronous copies.
 
-One thread of control at a time (a greenlet each), which may change at every operation on shared state. What is found
-does not depend on the turns taken, as far as it comes from the clocks; several schedules are run all the same, since
-results and deadlocks are seen in one schedule only.
-
-A machine runs one launch, in the thread that calls `run`; machines in several threads know nothing of each other.
+Each task is a greenlet; the scheduler may switch at every operation on shared state. Findings about order come from
+the vector clocks and are the same in every schedule; wrong results and deadlocks may show in some schedules only, so
+`check` runs several. A machine runs one launch, in the thread that calls `run`, and shares no state with others.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import greenlet
 import numpy as np
 
 from tlxgen.simulator.findings import Finding, Place
-from tlxgen.simulator.machine import exit_checks
+from tlxgen.simulator.machine import exit_checks, races, source_lines
 from tlxgen.simulator.machine.accesses import Access
 from tlxgen.simulator.machine.barriers import BarrierError, Mbarrier, NamedBarrier
 from tlxgen.simulator.machine.clocks import Knowledge
 from tlxgen.simulator.machine.deadlock import explain
-from tlxgen.simulator.machine.global_memory import GlobalMemory
+from tlxgen.simulator.machine.global_memory import GlobalMemory, Storage
 from tlxgen.simulator.machine.shared_memory import Tile
 from tlxgen.simulator.machine.tasks import Cluster, Cta, Queue, Task, Wait
 from tlxgen.simulator.machine.timeline import Timeline
 
-#: When copies finish: as soon as they may, at any time, or when nothing else can go on.
+#: When copies finish: before any task continues, at random, or when no task can continue.
 Policy = Literal["early", "random", "late"]
 POLICIES: tuple[Policy, ...] = ("early", "random", "late")
 
-_SWITCH = 0.5  # chance that a task is interrupted at an operation
-_LATEST = 200  # steps in a row that late copies let others go on
+_SWITCH = 0.5  # probability that a task is interrupted at an operation
+_LATEST = 200  # steps after which a late copy finishes although tasks could continue
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When a run is given up."""
+    """When a run is stopped."""
 
     steps: int = 2_000_000
     seconds: float = 60.0
 
 
 class StopSimulationError(Exception):
-    """Ends a run from within a task; what is to be said has been said."""
+    """Ends a run from within a task, after its finding has been recorded."""
 
 
 class Completion(NamedTuple):
-    """The end of an asynchronous operation, and the place that started it."""
+    """The end of an asynchronous operation, and the line that started it."""
 
     finish: Callable[[], None]
     place: Place
@@ -62,13 +58,12 @@ class Completion(NamedTuple):
 
 @dataclass
 class Machine:
-    """One launch: grid, memory, tasks, and what was found.
+    """One launch: grid, memory, tasks and findings.
 
     Attributes:
-        files: of the kernel's code; findings point into these.
+        files: source files of the kernel; findings point into these.
         resident: CTAs that run at the same time; the others start as these end.
-        timeline: what happened when, if that is wanted.
-        assembly: what a piece of inline assembly computes on arrays, None if that is not known.
+        timeline: collects a trace of the run, if given.
     """
 
     files: frozenset[str] = frozenset()
@@ -77,7 +72,6 @@ class Machine:
     limits: Limits = field(default_factory=Limits)
     resident: int = 132
     timeline: Timeline | None = None
-    assembly: Callable[[str], Callable[..., Any] | None] = lambda _: None
     memory: GlobalMemory = field(default_factory=GlobalMemory)
     findings: list[Finding] = field(default_factory=list)
     steps: int = 0
@@ -88,12 +82,12 @@ class Machine:
         self.task: Task = None  # type: ignore[assignment] # set while a task runs
         self._random = random.Random(self.seed)  # noqa: S311 - a schedule, not a secret
         self._tasks: list[Task] = []  # that have not ended
-        self._roles: dict[str, Task] = {}  # every task that there ever was
+        self._roles: dict[str, Task] = {}  # every task so far, by name
         self._ctas: list[Cta] = []
         self._completions: list[Completion] = []
         self._components = itertools.count()
         self._hub: Any = None  # the greenlet of the scheduler
-        self._last_completion = 0  # its step
+        self._last_completion = 0  # step of it
         self._reported: set[tuple[Any, ...]] = set()
 
     # ---- running
@@ -101,7 +95,7 @@ class Machine:
     def run(
         self, body: Callable[[], None], grid: tuple[int, int, int], *, cluster_size: int = 1, num_warps: int = 4
     ) -> None:
-        """Runs `body` once for every program of the grid; what was found is in `findings`.
+        """Runs `body` once for every program of the grid; the result is in `findings`.
 
         Raises:
             RuntimeError: the machine has run before.
@@ -121,9 +115,9 @@ class Machine:
             pass
         finally:
             for task in self._tasks:
-                if task.greenlet:  # is under way
+                if task.greenlet:  # is running
                     task.greenlet.throw(greenlet.GreenletExit)
-        exit_checks.check_remote_accesses(self, self._ctas)
+        self.report(exit_checks.of_launch(self._ctas))
 
     def _run_clusters(
         self, clusters: Sequence[Sequence[tuple[int, int, int]]], body: Callable[[], None], num_warps: int
@@ -151,7 +145,7 @@ class Machine:
         return cluster
 
     def add_task(self, cta: Cta, name: str, threads: int, body: Callable[[], None], known: Knowledge) -> Task:
-        """A task that will run `body`; it starts with what its parent knows."""
+        """Adds a task that runs `body`; `known` is its parent's knowledge."""
         component = self.new_component()
         dots, stores, copies = (Queue(self.new_component(), what) for what in ("wgmma", "TMA store", "cp.async"))
         task = Task(name, cta, threads, component, self.new_component(), dots, stores, copies, known)
@@ -168,29 +162,29 @@ class Machine:
                 self._end_task(task)
         except StopSimulationError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a kernel does wrong is a finding
-            lines = self._lines_of(error)
+        except Exception as error:  # noqa: BLE001 - any error of a kernel is a finding
+            lines = source_lines.of_error(error, self.files)
             task.line = lines[0] if lines else task.line
-            self._give_up(error, task.place, lines[1:])
+            self._abort(error, task.place, lines[1:])
 
     def _end_task(self, task: Task) -> None:
         task.ended = True
-        exit_checks.check_task(self, task)
+        self.report(exit_checks.of_task(task))
         for queue in (task.dots, task.stores, task.copies):
             queue.finish(queue.issued)
         self._tasks.remove(task)
         cta = task.cta
         if all(other.ended for other in cta.tasks):
-            exit_checks.check_cta(self, cta)
+            self.report(exit_checks.of_cta(cta))
             cta.known_at_end = Knowledge()
             for other in cta.tasks:
                 cta.known_at_end.join(other.known)
 
     def _step(self, deadline: float) -> None:
-        """One decision of the scheduler: a task goes on, or a copy finishes."""
+        """One decision of the scheduler: a task continues, or a copy finishes."""
         self.steps += 1
         if self.steps > self.limits.steps or (self.steps % 256 == 0 and time.monotonic() > deadline):
-            message = f"given up after {self.steps} steps: this role, for one, has not ended"
+            message = f"stopped after {self.steps} steps: this role has not ended"
             self.fail("limit", message, self._tasks[0].place)
             raise StopSimulationError
         ready = [task for task in self._tasks if task.waiting is None or task.waiting.ready()]
@@ -199,8 +193,7 @@ class Machine:
         elif ready:
             self._resume(ready[int(self._random.random() * len(ready))])
         else:
-            for finding in explain(self._tasks, self._roles):
-                self.fail(finding.kind, finding.message, finding.place)
+            self.report(explain(self._tasks, self._roles))
             raise StopSimulationError
 
     def _resume(self, task: Task) -> None:
@@ -209,13 +202,13 @@ class Machine:
         task.greenlet.switch()
 
     def _finishes_now(self) -> bool:
-        """Whether a copy finishes though tasks could go on; in the end it does, however long somebody spins."""
+        """Whether a copy finishes although tasks could continue; a late copy too must finish while a task spins."""
         if self.policy == "late":
             return self.steps - self._last_completion > _LATEST
         return self.policy == "early" or self._random.random() < _SWITCH
 
     def complete_later(self, finish: Callable[[], None], place: Place) -> None:
-        """`finish` is called at some later time, as the policy has it: an asynchronous operation ends."""
+        """Schedules the end of an asynchronous operation: `finish` is called when the policy decides."""
         self._completions.append(Completion(finish, place))
 
     def _complete(self, completion: Completion) -> None:
@@ -224,11 +217,11 @@ class Machine:
             completion.finish()
         except StopSimulationError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong in a copy is a finding too
-            self._give_up(error, completion.place)
+        except Exception as error:  # noqa: BLE001 - any error in a copy is a finding
+            self._abort(error, completion.place)
 
     def pause(self, what: str = "", *, always: bool = False) -> None:
-        """An operation that others can see begins: somebody else may come first."""
+        """Starts an operation that other tasks can observe: the scheduler may run another task first."""
         task = self.task
         task.line = self.line()
         if self.timeline is not None:
@@ -237,7 +230,7 @@ class Machine:
             self._hub.switch()
 
     def block(self, wait: Wait) -> None:
-        """Waits; returns when the wait is over."""
+        """Suspends the running task until the wait is over."""
         if wait.ready():
             return
         task = self.task
@@ -249,14 +242,14 @@ class Machine:
             self.timeline.wait_ends(task, self.steps)
 
     def line(self) -> int:
-        """The line of the kernel's file that is being run."""
-        frame = sys._getframe(1)  # noqa: SLF001 - the public inspect.currentframe costs ten times as much here
+        """The innermost line of the kernel's files on the stack."""
+        frame = sys._getframe(1)  # noqa: SLF001 - inspect.currentframe costs ten times as much here
         while frame is not None and frame.f_code.co_filename not in self.files:
             frame = frame.f_back  # type: ignore[assignment]
         return frame.f_lineno if frame is not None else self.task.line
 
     def new_component(self) -> int:
-        """A component of the clocks."""
+        """A new component of the vector clocks."""
         return next(self._components)
 
     # ---- findings
@@ -270,89 +263,57 @@ class Machine:
         if key in self._reported:
             return
         self._reported.add(key)
-        lines = self._lines_here()
+        lines = source_lines.of_stack(self.files)
         callers = lines[1:] if lines[:1] == [place.line] else ()
-        self.findings.append(Finding(kind, message + _called_from(callers), place, other))
+        self.findings.append(Finding(kind, message + source_lines.called_from(callers), place, other))
+
+    def report(self, findings: Iterable[Finding]) -> None:
+        """Records findings."""
+        for finding in findings:
+            self.fail(finding.kind, finding.message, finding.place, finding.other)
 
     def refuse_launch(self, message: str) -> None:
-        """Records that a launch cannot be made."""
+        """Records that the launch is invalid."""
         self.fail("launch", message, Place("launch", 0))
 
-    def _complain(self, kind: str, messages: Iterable[str], place: Place) -> None:
-        for message in messages:
-            self.fail(kind, message, place)
-
-    def _give_up(self, error: Exception, place: Place, callers: Sequence[int] = ()) -> NoReturn:
-        """An exception becomes a finding, and ends the run."""
+    def _abort(self, error: Exception, place: Place, callers: Sequence[int] = ()) -> NoReturn:
+        """Records an exception as a finding and ends the run."""
         if isinstance(error, BarrierError):
             kind, message = error.kind, str(error)
         else:
             kind = "out_of_bounds" if isinstance(error, IndexError) else "error"
             message = f"{type(error).__name__}: {error}"
-        self.fail(kind, message + _called_from(callers), place)
+        self.fail(kind, message + source_lines.called_from(callers), place)
         raise StopSimulationError from None
 
-    def _lines_here(self) -> list[int]:
-        """Lines of the kernel's file that are being run, that of a helper before that of its call."""
-        calls, frame = [], inspect.currentframe()
-        while frame is not None:
-            calls.append((frame.f_code, frame.f_lineno))
-            frame = frame.f_back
-        return self._lines(calls)
+    # ---- memory
 
-    def _lines_of(self, error: BaseException) -> list[int]:
-        """Lines of the kernel's file that an exception has come through, likewise."""
-        calls, traceback = [], error.__traceback__
-        while traceback is not None:
-            calls.append((traceback.tb_frame.f_code, traceback.tb_lineno))
-            traceback = traceback.tb_next
-        return self._lines(reversed(calls))
-
-    def _lines(self, calls: Iterable[tuple[CodeType, int]]) -> list[int]:
-        lines, inside = [], False
-        for code, line in calls:
-            if code.co_filename in self.files:
-                if not inside:
-                    lines.append(line)
-                inside = code.co_name.startswith("<")  # a comprehension or lambda is no call that anybody wrote
-        return lines
-
-    # ---- shared memory
-
-    def touch(self, tile: Tile, access: Access, known: Knowledge, *, poison: bool = False) -> None:
-        """An access to shared memory: whether something unordered, or nobody at all, was there before."""
-        for old in tile.conflicts(access, known):
-            if not old.write and not old.generic:
-                kind, why = "early_release", f"{old} may still read it"
-            elif old.in_flight or not old.generic:
-                kind, why = "data_race", f"{old} may still be under way"
-            else:
-                kind, why = "data_race", f"nothing orders {old} before it"
-            self.fail(kind, f"{access.what} of {tile.name}, while {why}", access.place, old.place)
-        if not access.write and not tile.written.all():
-            which = "parts of which nobody has written" if tile.written.any() else "which nobody has written"
-            self.fail("unwritten_shared", f"{access.what} of {tile.name}, {which}", access.place)
+    def access_shared(self, tile: Tile, access: Access, *, poison: bool = False) -> None:
+        """Records the running task's access to shared memory, and its races; `poison` makes the tile NaN."""
+        self.report(races.in_shared_memory(tile, access, self.task.known))
         if poison:
             tile.poison()
 
+    def access_global(self, storage: Storage, elements: Any, access: Access) -> None:
+        """Records the running task's access to elements of global memory, given by number, and its races."""
+        self.report(races.in_global_memory(self.memory, storage, elements, access, self.task.known))
+
     def require_fence(self, tile: Tile, what: str) -> None:
-        """Ordinary writes must have passed a fence before TMA reads them."""
-        for old in tile.unfenced(self.task.known):
-            message = f"{what} of {tile.name}: no fence has shown it {old}, so it may read what was there before"
-            self.fail("missing_fence", message, None, old.place)
+        """Records generic writes to a tile that no fence has made visible to TMA."""
+        self.report(races.without_fence(tile, what, self.task.place, self.task.known))
 
     # ---- mbarriers
 
     def arrive(self, barrier: Mbarrier, count: int, expect: int | None = None) -> None:
-        """An arrival of the running task."""
+        """An arrival of the running task, with bytes to expect if given."""
         task = self.task
         who, known = task.now, task.release()
         in_flight, before = barrier.in_flight, barrier.phases.completed
         try:
-            complaints = barrier.arrive(who, known, count, expect)
+            violations = barrier.arrive(who, known, count, expect)
         except BarrierError as error:
             raise BarrierError(error.kind, f"arrives on {barrier.name}: {error}") from None
-        self._complain("barrier_reuse", complaints, task.place)
+        self._report_reuse(violations, task.place)
         task.known.finished.join(known.finished)
         self._check_bytes(barrier, before, in_flight, task.place)
 
@@ -360,7 +321,7 @@ class Machine:
         """Bytes of a copy arrive on a barrier."""
         barrier.in_flight -= 1
         before = barrier.phases.completed
-        self._complain("barrier_reuse", barrier.deliver(size, issuer, place.role), place)
+        self._report_reuse(barrier.deliver(size, issuer, place.role), place)
         self._check_bytes(barrier, before, barrier.in_flight, place)
 
     def _check_bytes(self, barrier: Mbarrier, before: int, in_flight: int, place: Place) -> None:
@@ -370,7 +331,7 @@ class Machine:
             self.fail("wrong_byte_count", f"{message}: fewer bytes are expected than come", place)
 
     def wait(self, barrier: Mbarrier, parity: int) -> None:
-        """The running task waits for a phase."""
+        """The running task waits for the phase of a parity."""
         task = self.task
         self.block(
             Wait(
@@ -380,22 +341,42 @@ class Machine:
                 barrier,
             )
         )
-        self._complain("barrier_reuse", barrier.wait(task.now, parity, task.known), task.place)
+        self._report_reuse(barrier.wait(task.now, parity, task.known), task.place)
 
-    # ---- named barriers
+    def _report_reuse(self, messages: Iterable[str], place: Place) -> None:
+        self.report(Finding("barrier_reuse", message, place) for message in messages)
 
-    def come(self, number: int, threads: int, wanted: int, *, wait: bool) -> None:
-        """The running task comes to a named barrier, and waits there or goes on."""
-        task = self.task
-        barrier = task.cta.named.get(number)
-        if barrier is None:
-            barrier = task.cta.named[number] = NamedBarrier(self.new_component(), number)
-        self._meet(barrier, threads, wanted, wait=wait)
+    # ---- named barriers and the barrier of a cluster
 
-    def _meet(self, barrier: NamedBarrier, threads: int, wanted: int, *, wait: bool) -> None:
+    def named_barrier(self, number: int, threads: int, wanted: int, *, wait: bool) -> None:
+        """The running task arrives on a named barrier, and waits there or continues."""
+        named = self.task.cta.named
+        if number not in named:
+            named[number] = NamedBarrier(self.new_component(), number)
+        self._arrive_named(named[number], threads, wanted, wait=wait)
+
+    def cluster_barrier(self) -> None:
+        """The running task waits for all threads of the cluster.
+
+        The warps of async tasks are threads too: they exist from the kernel's start to its end, and arrive on no
+        cluster barrier but fbtriton's own (read from its PTX; kernels that wait here hung on an H200).
+        """
+        task, cta, cluster = self.task, self.task.cta, self.task.cta.cluster
+        cta.used_cluster_barrier = True
+        if cta.partitions:
+            self.fail("deadlock", "the warps of async tasks never arrive on the barrier of the cluster: no wait passes")
+        if cluster.barrier is None:
+            cluster.barrier = NamedBarrier(self.new_component(), -1)
+        cta.at_cluster_barrier += task.threads
+        complete = cta.at_cluster_barrier >= cta.live_threads
+        if complete:
+            cta.at_cluster_barrier = 0
+        self._arrive_named(cluster.barrier, 32 * complete, 32 * len(cluster.ctas), wait=True)  # a CTA counts as a warp
+
+    def _arrive_named(self, barrier: NamedBarrier, threads: int, wanted: int, *, wait: bool) -> None:
         task = self.task
         number = barrier.rounds
-        for error in barrier.come(task.name, threads, wanted, task.release()):
+        for error in barrier.arrive(task.name, threads, wanted, task.release()):
             self.fail(error.kind, str(error))
         if wait:
             self.block(
@@ -407,34 +388,10 @@ class Machine:
                 )
             )
             barrier.pass_round(number, task.known)
-            task.meet()
-
-    def cluster_barrier(self) -> None:
-        """All threads of all CTAs of the cluster meet.
-
-        The warps of async tasks are threads too, and wait for work from the kernel's start to its end: fbtriton has
-        them come to no barrier of the cluster but its own (as read from its PTX, and an H200 hung).
-        """
-        cluster = self.task.cta.cluster
-        self.task.cta.met_others = True
-        if self.task.cta.partitions:
-            self.fail("deadlock", "the warps of async tasks never come to the barrier of the cluster: nobody passes it")
-        if cluster.barrier is None:
-            cluster.barrier = NamedBarrier(self.new_component(), -1)
-        cta = self.task.cta
-        cta.at_barrier += self.task.threads
-        complete = cta.at_barrier >= cta.live_threads
-        if complete:
-            cta.at_barrier = 0
-        self._meet(cluster.barrier, 32 * complete, 32 * len(cluster.ctas), wait=True)  # a CTA counts as a warp
+            task.sync_threads()
 
 
 def _clusters(grid: tuple[int, int, int], size: int) -> list[list[tuple[int, int, int]]]:
     """The programs of a grid, in groups of neighbours along its first axis."""
     programs = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
     return [programs[i : i + size] for i in range(0, len(programs), size)]
-
-
-def _called_from(lines: Sequence[int]) -> str:
-    distinct = dict.fromkeys(lines)  # a recursion has the same ones many times
-    return f" (called from line {', from line '.join(map(str, distinct))})" if distinct else ""

@@ -1,8 +1,8 @@
-"""Shared memory of a CTA: allocations, views of them, and who touched which bytes.
+"""Shared memory of a CTA: allocations, tiles (views of them), and the accesses to their bytes.
 
 A tile is a numpy view of its allocation's bytes, so transposed, sliced, reshaped and reinterpreted views overlap
-exactly where the bytes do. Memory starts as NaN in every float type, and a copy that is under way makes its target NaN
-again, so that a race shows in the result too.
+exactly where the bytes do. Memory starts as NaN in every float type, and a copy under way makes its target NaN again,
+so that a race shows in the result too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ALIGNMENT = 1024  # of a swizzled tile
 
 @dataclass
 class Allocation:
-    """Bytes of one CTA that no other allocation has, unless it asked to share them."""
+    """Bytes of one CTA; several `local_alloc` share them only by `reuse`."""
 
     number: int
     name: str
@@ -42,12 +42,12 @@ class Allocation:
 
     @property
     def address(self) -> int:
-        """Of its first byte, in this process."""
+        """Address of the first byte, in this process."""
         return int(self.bytes.__array_interface__["data"][0])
 
 
 class Tile:
-    """A view of an allocation: what `local_alloc(...)[i]`, `local_trans`, `local_slice` and the like give."""
+    """A view of an allocation: the result of `local_alloc(...)[i]`, `local_trans`, `local_slice` and the like."""
 
     __slots__ = ("allocation", "array", "cta", "dense", "dtype", "first", "last", "name", "written")
 
@@ -70,7 +70,7 @@ class Tile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size of the tile in bytes."""
         return int(self.array.nbytes)
 
     def __getitem__(self, index: Any) -> Any:
@@ -94,7 +94,7 @@ class Tile:
         return self.view(np.ndarray(tuple(shape), element, self.allocation.bytes, self.first), dtype)
 
     def peer(self, allocation: Allocation, cta: Any) -> Tile:
-        """The same place in another CTA of the cluster."""
+        """The same view in another CTA of the cluster."""
         array = np.ndarray(self.array.shape, self.array.dtype, allocation.bytes, self.first, self.array.strides)
         return Tile(allocation, array, self.dtype, self.name, cta)
 
@@ -111,27 +111,23 @@ class Tile:
         return self.dense and self.first <= other.first and other.last <= self.last
 
     def mark_written(self) -> None:
-        """From now on its bytes have a meaning. A reinterpretation may be wider than an element: every byte counts."""
-        if self.dense:
-            self.allocation.written[self.first : self.last] = True
-        else:
-            for byte in range(self.array.itemsize):
-                shifted = np.ndarray(
-                    self.array.shape, np.bool_, self.allocation.written, self.first + byte, self.array.strides
-                )
-                shifted[...] = True
+        """Marks the tile's bytes as written."""
+        self._fill(self.allocation.written, True)
 
     def poison(self) -> None:
-        """What a copy under way leaves: nothing that anybody may rely on."""
+        """Makes every element NaN, as long as a copy into the tile is under way."""
+        self._fill(self.allocation.bytes, _POISON)
+
+    def _fill(self, table: np.ndarray, value: Any) -> None:
+        """Sets the table's entries for the tile's bytes; a reinterpretation may be wider than an element."""
         if self.dense:
-            self.allocation.bytes[self.first : self.last] = _POISON
-        else:
-            for byte in range(self.array.itemsize):
-                offset = self.first + byte
-                np.ndarray(self.array.shape, np.uint8, self.allocation.bytes, offset, self.array.strides)[...] = _POISON
+            table[self.first : self.last] = value
+            return
+        for byte in range(self.array.itemsize):
+            np.ndarray(self.array.shape, table.dtype, table, self.first + byte, self.array.strides)[...] = value
 
     def conflicts(self, access: Access, known: Knowledge) -> Iterator[Access]:
-        """Earlier accesses that conflict with this one and are not known to be finished; records this one."""
+        """Yields earlier accesses that conflict with this one and are not known to be finished; records this one."""
         remaining = []
         for tile, old in self.allocation.accesses:
             if not tile.overlaps(self):
@@ -148,7 +144,7 @@ class Tile:
         self.allocation.accesses = remaining
 
     def unfenced(self, known: Knowledge) -> Iterator[Access]:
-        """Ordinary writes to these bytes that no fence has shown to the asynchronous proxy."""
+        """Yields generic writes to these bytes that no fence has made visible to the asynchronous proxy."""
         for tile, old in self.allocation.accesses:
             seen = old.finished(known.finished) and not old.finished(known.fenced)
             if seen and old.write and old.generic and tile.overlaps(self):
@@ -156,7 +152,7 @@ class Tile:
 
 
 class Buffers:
-    """What `local_alloc` gives: `num` tiles of one shape, one after another."""
+    """The result of `local_alloc`: `num` tiles of one shape, one after another."""
 
     def __init__(self, allocation: Allocation, shape: Sequence[int], dtype: Any, num: int, cta: Any) -> None:
         self.allocation = allocation
@@ -178,5 +174,5 @@ class Buffers:
 
 
 def padded(size: int) -> int:
-    """Bytes that an allocation takes of the CTA's budget: large ones are aligned as swizzled tiles are."""
+    """Bytes that an allocation takes of the CTA's budget: large ones are aligned like swizzled tiles."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT if size >= _ALIGNMENT else size

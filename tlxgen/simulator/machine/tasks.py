@@ -1,4 +1,4 @@
-"""Tasks: what runs in a CTA, what it knows, what it waits for, and what it has under way."""
+"""Tasks (roles), CTAs and clusters: their state, their knowledge and their asynchronous operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tlxgen.simulator.findings import Place
 from tlxgen.simulator.machine.accesses import Access
 from tlxgen.simulator.machine.barriers import Arrival, Mbarrier, NamedBarrier
-from tlxgen.simulator.machine.clocks import Knowledge
+from tlxgen.simulator.machine.clocks import IN_FLIGHT, Knowledge
 
 if TYPE_CHECKING:
     from tlxgen.simulator.machine.shared_memory import Allocation
@@ -22,30 +22,26 @@ class Queue:
     component: int
     name: str
     issued: int = 0  #: groups
-    done: int = 0  #: groups that the hardware has finished, known to nobody before a wait
+    done: int = 0  #: groups that the hardware has finished; a task knows only after a wait
     waited: int = 0  #: groups that the task knows to be finished
     work: list[Callable[[], None]] = field(default_factory=list)  #: of the groups that are not done
     place: Place | None = None  #: of the last operation
 
     def issue(self, work: Callable[[], None], place: Place) -> int:
-        """Adds a group; its number, which is its index in the clocks."""
+        """Adds a group; returns its number, which is its index in the clocks."""
         self.issued += 1
         self.work.append(work)
         self.place = place
         return self.issued
 
-    def finish_one(self) -> None:
-        """The hardware finishes the oldest group."""
-        self.done += 1
-        self.work.pop(0)()
-
     def finish(self, number: int) -> None:
-        """The hardware finishes all groups up to this one, as far as no wait has made it do so before."""
+        """The hardware finishes all groups up to this one, unless a wait has already forced it to."""
         while self.done < number:
-            self.finish_one()
+            self.done += 1
+            self.work.pop(0)()
 
     def wait(self, pending: int, known: Knowledge) -> None:
-        """Until at most `pending` groups are under way; the task knows the others to be finished."""
+        """Finishes groups until `pending` are left; `known` learns that they are finished."""
         self.finish(self.issued - pending)
         self.waited = max(self.waited, self.issued - pending)
         known.finished[self.component] = max(known.finished.get(self.component, 0), self.waited)
@@ -56,9 +52,9 @@ class Wait:
     """What a task waits for.
 
     Attributes:
-        ready: whether it may go on.
-        what: in words, as it stands now.
-        partners: roles that could end the wait, as far as they have shown themselves.
+        ready: whether it may continue.
+        what: the wait and its current state in words.
+        partners: roles that have arrived on the barrier before, and so may end the wait.
     """
 
     ready: Callable[[], bool]
@@ -71,24 +67,23 @@ class Wait:
 class Task:
     """One role: the code of one `async_task`, or the kernel around it.
 
-    All its threads move as one, but for one thing: what one of them tells others by an atomic holds for what this one
-    has done, and for what all had done when they last met.
+    All its threads move as one, except for what an atomic on one address releases: one thread does it, and knows of the
+    other threads' global accesses only up to their last barrier.
 
     Attributes:
-        component, epoch: what it does now is known to be finished by whoever knows the component at the epoch.
-        speaker: likewise, of what one thread does for all: whatever has a single address.
-        dots, stores, copies: what it has under way, of wgmma, of TMA stores and of cp.async.
-        known: what it knows to be finished.
+        component, epoch: the clock position of its current accesses.
+        one_thread: the component of accesses that one thread makes for all: those to a single address.
+        dots, stores, copies: its wgmma, TMA stores and cp.async under way.
         replica: its number among those of one `async_task(replicate=...)`.
         line: where it was last seen.
-        apart: the epoch of the first accesses of its threads to global memory that they have not met after; 0 if none.
+        diverged_at: epoch of the first global access of all threads since their last barrier; 0 if none.
     """
 
     name: str
     cta: Cta
     threads: int
     component: int
-    speaker: int
+    one_thread: int
     dots: Queue
     stores: Queue
     copies: Queue
@@ -98,14 +93,14 @@ class Task:
     waiting: Wait | None = None
     greenlet: Any = None
     line: int = 0
-    apart: int = 0
+    diverged_at: int = 0
     ended: bool = False
-    joining: bool = False  #: a kernel whose tasks run; it does nothing until they have ended
-    uncommitted: list[Callable[[], None]] = field(default_factory=list)  #: cp.async copies that no group has yet
+    joining: bool = False  #: a kernel that waits for its tasks to end
+    uncommitted: list[Callable[[], None]] = field(default_factory=list)  #: cp.async copies without a group
     uncommitted_accesses: list[Access] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.known.finished[self.component] = self.known.finished[self.speaker] = self.epoch
+        self.known.finished[self.component] = self.known.finished[self.one_thread] = self.epoch
 
     @property
     def now(self) -> Arrival:
@@ -118,37 +113,44 @@ class Task:
         return Place(self.name, self.line)
 
     def release(self) -> Knowledge:
-        """What it knows, as of now; what it does from here on is later."""
+        """Returns a snapshot of what it knows, and starts a new epoch: later accesses are not in the snapshot."""
         snapshot = self.known.copy()
         self.epoch += 1
-        self.known.finished[self.component] = self.known.finished[self.speaker] = self.epoch
+        self.known.finished[self.component] = self.known.finished[self.one_thread] = self.epoch
         return snapshot
 
-    def part(self) -> None:
-        """Each of its threads comes to global memory by itself."""
-        if not self.apart and self.threads > 1:
-            self.apart = self.epoch
-
-    def meet(self) -> None:
-        """Its threads wait for each other: what they have done, whichever goes on may tell."""
-        self.apart = 0
+    def sync_threads(self) -> None:
+        """A barrier of its threads: each may now release what all have done."""
+        self.diverged_at = 0
         self.release()
 
-    def told_by_one(self) -> Knowledge:
-        """What one of its threads knows to be finished: not what the others have done since they met."""
-        if not self.apart:
+    def known_to_one_thread(self) -> Knowledge:
+        """What one of its threads knows: without the others' global accesses since their last barrier."""
+        if not self.diverged_at:
             return self.known
-        told = self.known.copy()
-        told.finished[self.component] = self.apart - 1
-        return told
+        known = self.known.copy()
+        known.finished[self.component] = self.diverged_at - 1
+        return known
 
     def access(self, what: str, *, write: bool) -> Access:
-        """An ordinary access at this moment."""
+        """A synchronous access at this moment."""
         return Access(what, self.place, write, self.component, self.epoch)
 
-    def access_of_one(self, what: str, *, write: bool) -> Access:
-        """One thread's."""
-        return Access(what, self.place, write, self.speaker, self.epoch)
+    def global_access(self, what: str, addresses: int, *, write: bool) -> Access:
+        """A synchronous access to global memory: by one thread if there is one address, else by each for itself."""
+        if addresses == 1:
+            return Access(what, self.place, write, self.one_thread, self.epoch)
+        if not self.diverged_at and self.threads > 1:
+            self.diverged_at = self.epoch
+        return self.access(what, write=write)
+
+    def async_access(self, what: str, *, write: bool, atomic: bool = False) -> Access:
+        """An access through the asynchronous proxy, in flight."""
+        return Access(what, self.place, write, self.component, IN_FLIGHT, generic=False, atomic=atomic)
+
+    def queued_read(self, what: str, queue: Queue) -> Access:
+        """A read by the next group of a queue."""
+        return Access(what, self.place, False, queue.component, queue.issued + 1, generic=False)
 
 
 @dataclass
@@ -168,8 +170,8 @@ class Cta:
     remote_accesses: list[tuple[Access, str]] = field(default_factory=list)  #: to its memory, by other CTAs
     known_at_end: Knowledge | None = None  #: what its tasks knew when the last of them ended
     partitions: int = 0  #: of its warps beside the default one, for which the compiler uses named barriers
-    at_barrier: int = 0  #: threads that have come to the cluster's barrier
-    met_others: bool = False  #: whether any ever came there
+    at_cluster_barrier: int = 0  #: threads that have arrived there
+    used_cluster_barrier: bool = False
 
     @property
     def live_threads(self) -> int:
@@ -179,7 +181,7 @@ class Cta:
 
 @dataclass
 class Cluster:
-    """CTAs that may reach each other's shared memory."""
+    """CTAs that may access each other's shared memory."""
 
     ctas: list[Cta] = field(default_factory=list)
     barrier: NamedBarrier | None = None

@@ -1,4 +1,4 @@
-"""What every role did when, as a Chrome trace (chrome://tracing, Perfetto); time is steps of the scheduler."""
+"""A Chrome trace of a run (chrome://tracing, Perfetto): each role's operations, waits and copies, in steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tlxgen.simulator.machine.tasks import Task
 
 
 class Timeline:
-    """Collects the operations and waits of a run."""
+    """Collects the events of a run."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -18,19 +18,19 @@ class Timeline:
         self._waits: dict[str, tuple[str, int, int]] = {}
 
     def operation(self, task: Task, what: str, step: int) -> None:
-        """A role does something."""
+        """A role executes an operation."""
         self._add(task, what, "work", step, 1, task.line)
 
     def copy(self, task: Task, what: str, start: int, end: int) -> None:
-        """Something asynchronous that a role started was under way."""
+        """An asynchronous copy was under way."""
         self._add(task, what, "async", start, max(1, end - start), task.line)
 
     def wait_begins(self, task: Task, what: str, step: int) -> None:
-        """A role cannot go on."""
+        """A role starts to wait."""
         self._waits[task.name] = (what, step, task.line)
 
     def wait_ends(self, task: Task, step: int) -> None:
-        """It can."""
+        """A role's wait is over."""
         what, start, line = self._waits.pop(task.name)
         self._add(task, what, "wait", start, max(1, step - start), line)
 

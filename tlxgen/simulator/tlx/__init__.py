@@ -1,1 +1,1 @@
-"""What stands in for `triton.language.extra.tlx` while a kernel is simulated."""
+"""The simulated `triton.language.extra.tlx`: tasks, barriers, shared memory, copies and wgmma."""

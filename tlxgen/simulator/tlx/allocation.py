@@ -1,4 +1,4 @@
-"""The part of TLX that allocates shared memory and barriers, and makes views of them."""
+"""TLX's allocation of shared memory and barriers, and views of them, also in other CTAs of the cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_COUNT = 2**20 - 1  # of arrivals that an mbarrier can count
 
 
 class Barriers(Sequence[Mbarrier]):
-    """What `alloc_barriers` gives."""
+    """The result of `alloc_barriers`."""
 
     def __init__(self, barriers: list[Mbarrier], name: str) -> None:
         self._barriers = barriers
@@ -44,11 +44,11 @@ class StorageAlias:
         self.allocation: Allocation | None = None
 
     def set_buffer_overlap(self, *_: Any) -> None:
-        """How its users may overlap is the compiler's business: here they all start at its first byte."""
+        """Ignored: the compiler places the users, here they all start at the first byte."""
 
 
 class AllocationOperations:
-    """Allocation, views, and places in other CTAs."""
+    """Allocation and views."""
 
     storage_kind = real_tlx.storage_kind
 
@@ -115,30 +115,35 @@ class AllocationOperations:
         return src.reinterpret(src.dtype, [int(n) for n in shape])
 
     def local_reinterpret(self, src: Any, dtype: Any, shape: Sequence[Any] | None = None) -> Any:
-        """The same bytes as another dtype. In another shape they are only as meaningful as the swizzle allows."""
+        """The same bytes as another dtype; in another shape hardware would swizzle them differently."""
         if isinstance(src, Buffers):
             return [self.local_reinterpret(one, dtype, shape) for one in src.tiles]
         return src.reinterpret(unwrap(dtype), src.shape if shape is None else [int(n) for n in shape])
 
     def remote_view(self, local_allocated_buffer: Mbarrier, remote_cta_rank: Any) -> Mbarrier:
-        """The barrier at the same place in another CTA of the cluster."""
+        """The same barrier of another CTA of the cluster."""
         return self.peer_barrier(local_allocated_buffer, int(remote_cta_rank))
 
+    def _start(self, what: str) -> Machine:
+        """Starts an operation that other tasks can observe; returns the machine."""
+        self._machine.pause(what)
+        return self._machine
+
     def constant(self, value: Any, what: str) -> int:
-        """A number that the compiler must know."""
+        """A number that must be known at compile time."""
         value = unwrap(value)
         if isinstance(value, Block):
             self._machine.fail("error", f"{what} must be a constant (tl.constexpr): it is known at run time only")
         return int(value)
 
     def peer_barrier(self, barrier: Mbarrier, rank: int) -> Mbarrier:
-        """The barrier at the same place in another CTA, once that has it."""
+        """The same barrier of another CTA; waits until that CTA has allocated it."""
         own = self._machine.task.cta.barriers
         group, place = next((g, i) for g, bs in enumerate(own) for i, b in enumerate(bs) if b is barrier)
         return self._peer(rank, lambda cta: len(cta.barriers) > group).barriers[group][place]
 
     def peer_tile(self, tile: Tile, rank: int) -> Tile:
-        """The tile at the same place in another CTA, once that has it."""
+        """The same tile of another CTA; waits until that CTA has allocated it."""
         number = tile.allocation.number
         cta = self._peer(rank, lambda cta: len(cta.allocations) > number)
         return tile if cta is tile.cta else tile.peer(cta.allocations[number], cta)

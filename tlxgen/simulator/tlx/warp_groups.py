@@ -1,4 +1,4 @@
-"""`with tlx.async_tasks()`: the tasks of a CTA, each a thread of control of its own."""
+"""`with tlx.async_tasks()`: starts the tasks of a CTA, and checks their registers and captured values."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ class AsyncTasks:
             self._children.append((f"{name}[{replica}]" if replicas > 1 else name, warps * 32, replica, body, line))
 
     def run(self) -> None:
-        """Starts them all with what their parent knows; goes on with what they knew at their ends."""
+        """Starts all tasks with their parent's knowledge; returns when they have ended, with theirs joined to it."""
         m, parent = self._machine, self._parent
         prefix = "" if m.grid == (1, 1, 1) else f"cta {parent.cta.number} "
         parent.cta.partitions = max(parent.cta.partitions, _with_padding(self._partitions))
-        if parent.cta.met_others:
-            m.fail("deadlock", "the warps of these tasks never came to the barrier of the cluster: nobody passed it")
+        if parent.cta.used_cluster_barrier:
+            message = "the warps of these tasks never arrived on the barrier of the cluster: no wait there passed"
+            m.fail("deadlock", message)
         reason = _why_dropped(parent.threads // 32, self._partitions, self._registers)
         if reason:
             m.fail("out_of_budget", reason)
@@ -65,7 +66,7 @@ class AsyncTasks:
             parent.known.join(child.known)
 
     def _check_captures(self, body: Callable[..., None], line: int) -> None:
-        """Registers belong to the warps that wrote them."""
+        """A task cannot use a tensor of the kernel: registers belong to the warps that wrote them."""
         cells = dict(zip(body.__code__.co_freevars, (c for c in body.__closure__ or ()), strict=True))
         defaults = dict(zip(body.__code__.co_varnames, body.__defaults__ or (), strict=False))
         values: dict[str, Any] = {**defaults}
@@ -79,13 +80,13 @@ class AsyncTasks:
 
 
 def _with_padding(partitions: list[int]) -> int:
-    """How many partitions there are, with those that the compiler adds to fill the last warp group."""
+    """Number of partitions, with those that the compiler adds to fill the last warp group."""
     missing = -sum(partitions) % 4
     return len(partitions) + missing.bit_count()
 
 
 def _why_dropped(num_warps: int, partitions: list[int], registers: list[int | None]) -> str | None:
-    """Why the compiler would leave out setmaxnreg without a word (fbtriton's AllocateWarpGroups), or None."""
+    """Why the compiler would silently omit setmaxnreg (fbtriton's AllocateWarpGroups), or None."""
     asked = [count for count in registers if count is not None]
     if not asked:
         return None
@@ -103,5 +104,5 @@ def _why_dropped(num_warps: int, partitions: list[int], registers: list[int | No
 
 
 def _floor8(count: int) -> int:
-    """Registers come in eights."""
+    """Registers are allocated in eights."""
     return count // 8 * 8

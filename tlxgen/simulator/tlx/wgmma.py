@@ -1,4 +1,4 @@
-"""wgmma: products that go on while their task does, and read shared memory until they are waited for."""
+"""wgmma: asynchronous products, which read shared memory until they are waited for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Product(Block):
-    """A result of `async_dot`: an accumulator in registers that only other products may use before its wait."""
+    """The result of `async_dot`: an accumulator in registers; before its wait only other products may use it."""
 
     __slots__ = ("_value", "group", "machine", "result_shape")
 
@@ -30,7 +30,7 @@ class Product(Block):
 
     @property
     def data(self) -> Any:
-        """The values; before the wait a finding, and NaN: hardware has anything in these registers then."""
+        """The values; before the wait a finding, and NaN, since the registers are undefined then."""
         if self._value is None or not self.waited:
             message = "the result of an async_dot is read, which no async_dot_wait of this role has retired"
             self.machine.fail("early_accumulator", message)
@@ -52,13 +52,13 @@ class Product(Block):
         return self.machine.task.dots.waited >= self.group
 
     def finish(self, a: Tile | Block, b: Tile, acc: Block | None) -> None:
-        """The product ends: the operands are read as late as this, and may have changed by then."""
+        """Computes the product; the operands are read now, as late as hardware may read them."""
         before = acc.in_registers if isinstance(acc, Product) else None if acc is None else acc.data
         self._value = multiply(_operand(a), _operand(b), before, self.dtype)
 
     @property
     def in_registers(self) -> Any:
-        """The values as the next product finds them, which needs no wait: products of one task finish in order."""
+        """The values for the next product, which needs no wait: products of one task finish in order."""
         return self._value
 
 
