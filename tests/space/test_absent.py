@@ -1,4 +1,4 @@
-"""A search space that has grown by a parameter: what was found before it was there still counts."""
+"""Configs that were stored before a parameter of their search space was added or removed."""
 
 from __future__ import annotations
 
@@ -134,6 +134,55 @@ class TestCompleted:
         absent._values.cache_clear()
         monkeypatch.setattr(search_space, "load", None)
         assert absent.completed(OLD) == NEW
+
+
+class TestRetired:
+    """`cached` was a parameter once; all kernels now have `cached` = 0."""
+
+    @pytest.fixture
+    def retire(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Grow]:
+        def retire(value: str = "0") -> None:
+            shutil.copytree(paths.SEARCH_SPACES, tmp_path / "spaces")
+            monkeypatch.setattr(paths, "SEARCH_SPACES", tmp_path / "spaces")
+            line = f"retired: {{cached: {value}}}\n"
+            insert(tmp_path / "spaces" / OPERATOR / f"{TEMPLATE}.yaml", f"template: {TEMPLATE}\n", line)
+            kernel.forget()
+
+        yield retire
+        kernel.forget()
+
+    def test_a_config_with_the_value_that_is_left_loses_the_parameter(self, retire: Grow) -> None:
+        retire()
+        for _ in range(2):  # from the search space, then from the note
+            absent._values.cache_clear()
+            assert absent.completed(NEW) == OLD
+        assert absent.completed(OLD) is OLD
+
+    @pytest.mark.parametrize(("left", "stored"), [("0", 1), ("1", True), ("0", "0"), ("'off'", "on")])
+    def test_a_config_with_another_value_is_illegal(self, left: str, stored: Any, retire: Grow) -> None:
+        retire(left)
+        config = Config(template=TEMPLATE, params={**OLD.params, "cached": stored})
+        assert absent.completed(config) is config
+        reason = f"{TEMPLATE}: cached = {stored!r} was removed; kernels now have cached = {left}, leave it out"
+        assert search_space.why_outside(ADD, config) == reason
+
+    def test_a_stored_row_is_read_without_the_parameter_and_served(
+        self, store: Store, retire: Grow, no_shipped_configs: None
+    ) -> None:
+        old = a_row().model_copy(update={"config": NEW})
+        store.put(old)
+        retire()
+        found = store.get(KEY)
+        assert found is not None
+        assert (found.config, store.defective()) == (OLD, {})
+        assert why_stale(found) is None
+        choice = selection.select(PROBLEM, H200)
+        assert (choice.origin, choice.config) == ("tuned", OLD)
+
+    def test_a_retired_name_that_is_a_parameter_is_refused(self, tmp_path: Path) -> None:
+        space = {"template": "x", "summary": "s", "parameters": {"a": [1]}, "retired": {"a": 1}}
+        with pytest.raises(ValueError, match="retired: 'a' is still a parameter"):
+            search_space.Space.model_validate(space)
 
 
 class TestRows:

@@ -92,11 +92,16 @@ class Parameter(_Strict):
 
 
 class Space(_Strict):
-    """A template's parameters, in the order of enumeration, and constraints."""
+    """A template's parameters, in the order of enumeration, and constraints.
+
+    Attributes:
+        retired: removed parameters → the value that the template now always has (`tlxgen.space.absent`).
+    """
 
     template: str
     summary: str = Field(min_length=1)
     parameters: dict[str, Parameter] = Field(min_length=1)
+    retired: dict[str, StrictBool | StrictInt | StrictStr] = {}
     constraints: tuple[Constraint, ...] = ()
 
     @field_validator("parameters")
@@ -109,6 +114,12 @@ class Space(_Strict):
             if name in reserved:
                 raise ValueError(f"parameter {name!r} has a name that constraints read otherwise; rename it")
         return parameters
+
+    @model_validator(mode="after")
+    def _retired_are_no_parameters(self) -> Space:
+        if both := self.retired.keys() & self.parameters.keys():
+            raise ValueError(f"retired: {min(both)!r} is still a parameter; remove it from one of the two")
+        return self
 
     @cached_property
     def absent(self) -> dict[str, Value]:
@@ -190,7 +201,12 @@ def _misfit(space: Space, config: Config) -> str | None:
     """Unknown, missing or impossible parameters of a config; constraints are not evaluated."""
     parameters, given = space.parameters, config.params
     known = ", ".join(parameters)
-    for name in given:
+    for name, value in given.items():
+        if name in space.retired:
+            left = space.retired[name]
+            return (
+                f"{config.template}: {name} = {value!r} was removed; kernels now have {name} = {left!r}, leave it out"
+            )
         if name not in parameters:
             return f"{config.template} has no parameter {name!r}; it has {known}"
     for name, parameter in parameters.items():
