@@ -1,51 +1,43 @@
-"""A mixture-of-experts layer, `fused_moe`, against the same steps in torch, interleaved; and its parts.
+"""Speed of a mixture-of-experts layer, `fused_moe`, and of its parts, against the same steps in torch.
 
-python -m benchmarks.moe --compile               # any time before, where there may be no GPU: fills Triton's cache
-python -m benchmarks.moe -o benchmarks/results/
+    python -m benchmarks.moe
+    python -m benchmarks.moe --only Qwen3
 
-In torch tokens are sorted, copied in the order of experts, multiplied (`torch._grouped_mm`), activated, multiplied, and
-brought back in one of three ways, which differ by who reads and writes what and in what dtype. The fastest of them is
-the peer. Routing is by softmax and top-k of normal logits, some experts being likelier than others. All results are
-held against float64 before anything is timed.
-
-Times are of replays of CUDA graphs (`benchmarks.replays`) without a rotation of inputs: what a layer reads is larger
-than L2 by far, and what a part reads was just written in the layer, too.
+Seven layers of published models. In torch, tokens are sorted, gathered by expert, multiplied (`torch._grouped_mm`),
+activated, multiplied and combined in one of three ways; the fastest of these is the peer. Routing is softmax and top-k
+of normal logits, with some experts more likely than others. All results are checked against float64 before timing.
+Times are of CUDA graphs (`benchmarks.replays`). Takes a few minutes on one GPU, whose memory must hold 23 GB of weights
+beside activations, and writes `<date>-moe-<gpu>.json`.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from benchmarks.ahead import compile_served
-from benchmarks.replays import ROUNDS, Call, Samples, samples
-from benchmarks.results import write
+from benchmarks.harness import Results, Row, compile_served, device_report, mean_and_least, options, spaced
+from benchmarks.replays import ROUNDS, Call, samples
 from tlxgen import api, ops
-from tlxgen.devices import target
 from tlxgen.functional import fused_moe
 from tlxgen.functional.grouped import gated_mm, grouped_mm
 from tlxgen.functional.moe_combine import combine
 from tlxgen.functional.moe_routing import route
-from tlxgen.ops import accuracy, torch_own
+from tlxgen.ops import accuracy, torch_functions
 from tlxgen.problem import Problem
-from tlxgen.tuner.measure import DeviceReport, Setup
 
 DEVICE = "cuda"
-OURS = "tlxgen"
+OURS, TORCH = "tlxgen", ("index_add", "sum", "product")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes of a layer, and how many tokens come at once."""
+    """Sizes of a layer, and the number of tokens."""
 
     name: str
     experts: int
@@ -55,7 +47,7 @@ class Layer:
     tokens: int
 
     def problems(self) -> dict[str, Problem]:
-        """Both products."""
+        """Both grouped GEMMs."""
         sizes = {"E": self.experts, "ROWS": self.tokens * self.choices}
         first = {"form": "2d3d", **sizes, "N": 2 * self.inner, "K": self.k}
         second = {"form": "2d3d", **sizes, "N": self.k, "K": self.inner}
@@ -75,43 +67,23 @@ LAYERS = (
 
 
 def main() -> None:
-    """Measures, writes the results after each layer and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--only", default="", help="layers whose name has this in it")
-    parser.add_argument("--compile", metavar="GPU", nargs="?", const="h200", help="compile the kernels, and no more")
+    """Measures layer by layer."""
+    parser = options(__doc__)
+    parser.add_argument("--only", default="", help="only layers whose name contains this")
     arguments = parser.parse_args()
+    report = device_report()
     layers = [layer for layer in LAYERS if arguments.only in layer.name]
-    if arguments.compile:
-        compile_all(layers, arguments.compile)
-        return
-    report = Setup("gemm", ops.get("gemm").problem((128, 128, 128)), seed=1)()
-    rows: list[dict[str, Any]] = []
-    path = arguments.output
+    compile_served([problem for layer in layers for problem in layer.problems().values()], report.gpu)
+    results = Results(arguments.output, "moe", report, {"rounds": ROUNDS})
     for layer in layers:
-        rows.append(measure(layer))
-        print(line(rows[-1]), flush=True)
-        path = written(arguments.output, report, rows)  # each time: what is measured stays measured
-    if rows:
-        ratios = [row["ratio"] for row in rows]
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        print(f"geometric mean {mean:.3f}, least {min(ratios):.3f} over {len(ratios)} layers")
-    print(path)
-
-
-def written(folder: Path, report: DeviceReport, rows: list[dict[str, Any]]) -> Path:
-    """The file of the results so far."""
-    return write(folder, "moe", report, rows, rounds=ROUNDS)
-
-
-def compile_all(layers: list[Layer], gpu_name: str) -> None:
-    """The products' kernels, as `get_kernel` would choose them there."""
-    compile_served([problem for layer in layers for problem in layer.problems().values()], target(gpu_name))
+        row = measure(layer)
+        results.add(row, line(row))
+    print(mean_and_least(row["ratio"] for row in results.rows), results.path, sep="\n")
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What a layer is called with."""
+    """Arguments of a layer."""
 
     x: Tensor
     w1: Tensor
@@ -121,7 +93,7 @@ class Operands:
 
 
 def operands(layer: Layer, seed: int = 1) -> Operands:
-    """Results are of the order of one."""
+    """Random operands, scaled so that results are about one."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -140,7 +112,7 @@ def operands(layer: Layer, seed: int = 1) -> Operands:
 
 
 def reference(given: Operands) -> Tensor:
-    """The layer in float64, expert by expert: a copy of all weights in float64 would not fit."""
+    """The layer in float64, expert by expert: all weights in float64 would not fit into memory."""
     out = torch.zeros(given.x.shape, dtype=torch.float64, device=given.x.device)
     for expert in torch.unique(given.ids).tolist():
         tokens, nth = (given.ids == expert).nonzero(as_tuple=True)
@@ -150,21 +122,21 @@ def reference(given: Operands) -> Tensor:
     return out
 
 
-# The same steps in torch.
+# The layer in torch.
 
 
 def in_torch(given: Operands) -> tuple[Tensor, Tensor]:
-    """What the experts give, in their order, and that order."""
+    """Results sorted by expert, and the order of the sort."""
     experts, choices = given.w1.shape[0], given.ids.shape[1]
     keys, order = given.ids.flatten().sort()
     every = torch.arange(experts, dtype=keys.dtype, device=keys.device)
     offs = torch.searchsorted(keys, every, right=True, out_int32=True)
-    gate, up = torch_own.grouped_mm(given.x[order // choices], given.w1.mT, offs=offs).chunk(2, 1)
-    return torch_own.grouped_mm(F.silu(gate) * up, given.w2.mT, offs=offs), order
+    gate, up = torch_functions.grouped_mm(given.x[order // choices], given.w1.mT, offs=offs).chunk(2, 1)
+    return torch_functions.grouped_mm(F.silu(gate) * up, given.w2.mT, offs=offs), order
 
 
 def by_index_add(given: Operands) -> Tensor:
-    """Back by atomics, in float32."""
+    """Combined by atomics in float32."""
     result, order = in_torch(given)
     weighted = result * given.weights.flatten()[order, None]
     total = torch.zeros(given.x.shape, dtype=torch.float32, device=result.device)
@@ -172,26 +144,26 @@ def by_index_add(given: Operands) -> Tensor:
 
 
 def in_order_of_tokens(given: Operands) -> Tensor:
-    """What the experts give to each token, (T, k, K)."""
+    """Results by token, (T, choices, K)."""
     result, order = in_torch(given)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return result[place].view(*given.ids.shape, -1)
 
 
 def by_sum(given: Operands) -> Tensor:
-    """Back by a gather and a weighted sum, whose terms are rounded."""
+    """Combined by a gather and a weighted sum of rounded terms."""
     parts = in_order_of_tokens(given)
     return (parts * given.weights.to(parts.dtype)[..., None]).sum(1)
 
 
 def by_product(given: Operands) -> Tensor:
-    """Back by a gather and a product with weights that are rounded."""
+    """Combined by a gather and a product with rounded weights."""
     parts = in_order_of_tokens(given)
     return torch.bmm(given.weights.to(parts.dtype)[:, None], parts)[:, 0]
 
 
 def wholes(given: Operands) -> dict[str, Call]:
-    """The layer, by everybody."""
+    """The layer in each way."""
     return {
         OURS: lambda: fused_moe(given.x, given.w1, given.w2, given.weights, given.ids),
         "index_add": lambda: by_index_add(given),
@@ -201,7 +173,7 @@ def wholes(given: Operands) -> dict[str, Call]:
 
 
 def parts(given: Operands) -> dict[str, Call]:
-    """What `fused_moe` consists of, each on what those before it have given."""
+    """The steps of `fused_moe`, each on the results of those before it."""
     experts = given.w1.shape[0]
     routing = route(given.ids, experts)
     tokens = given.x[routing.rows]
@@ -220,38 +192,32 @@ def parts(given: Operands) -> dict[str, Call]:
 
 
 @torch.inference_mode()
-def measure(layer: Layer) -> dict[str, Any]:
-    """Results that are right, and their times."""
+def measure(layer: Layer) -> Row:
+    """Checks the results and times them."""
     given = operands(layer)
-    everybody = wholes(given)
-    errors = checked(layer, everybody, reference(given))
-    return {**entry(layer, samples({**everybody, **parts(given)})), "errors": errors, "origins": origins(layer)}
+    calls = wholes(given)
+    errors = checked(layer, calls, reference(given))
+    kernels = {name: api.get_kernel("grouped_gemm", one, on_miss="ignore") for name, one in layer.problems().items()}
+    origins = {name: kernel.origin for name, kernel in kernels.items()}
+    return {**ratios(layer, samples({**calls, **parts(given)})), "errors": errors, "origins": origins}
 
 
-def checked(layer: Layer, everybody: Mapping[str, Call], expected: Tensor) -> dict[str, float]:
-    """Relative errors as norms; none may be far beyond the least that torch makes."""
-    results = {name: call() for name, call in everybody.items()}
+def checked(layer: Layer, calls: Mapping[str, Call], expected: Tensor) -> dict[str, float]:
+    """Relative norms of the errors; ours must be close to the least error of torch's ways, all below 2 %."""
+    results = {name: call() for name, call in calls.items()}
     errors = {name: accuracy.error(result, expected).norm for name, result in results.items()}
-    theirs = [name for name in errors if name != OURS]
-    best = min(theirs, key=lambda name: errors[name])
-    for name, result in results.items():
-        reason = accuracy.why_wrong(result, expected, results[best])
-        assert reason is None or name in theirs, f"{layer.name}, {layer.tokens} tokens: {reason}"
-        assert errors[name] < 2e-2, f"{layer.name}, {layer.tokens} tokens: {name} is off by {errors[name]:.1e}"
+    best = min((name for name in errors if name != OURS), key=lambda name: errors[name])
+    reason = accuracy.why_wrong(results[OURS], expected, results[best])
+    assert reason is None, f"{layer.name}, {layer.tokens} tokens: {reason}"
+    for name, error in errors.items():
+        assert error < 2e-2, f"{layer.name}, {layer.tokens} tokens: {name} has a relative error of {error:.1e}"
     return {name: float(f"{error:.3e}") for name, error in errors.items()}
 
 
-def origins(layer: Layer) -> dict[str, str]:
-    """Who computes the products of ours."""
-    problems = layer.problems().items()
-    return {name: api.get_kernel("grouped_gemm", problem, on_miss="ignore").origin for name, problem in problems}
-
-
-def entry(layer: Layer, times: Samples) -> dict[str, Any]:
-    """What samples of microseconds, of the same rounds, come to; `ratio` is to the fastest way in torch."""
+def ratios(layer: Layer, times: Mapping[str, list[float]]) -> Row:
+    """Medians in microseconds; `ratio` is that of the fastest way in torch to ours, in the same rounds."""
     medians = {name: round(statistics.median(values), 2) for name, values in times.items()}
-    names = ("index_add", "sum", "product")
-    peer = min(names, key=lambda name: medians[name])
+    peer = min(TORCH, key=lambda name: medians[name])
     pairs = zip(times[peer], times[OURS], strict=True)
     return {
         "op": "fused_moe",
@@ -260,18 +226,17 @@ def entry(layer: Layer, times: Samples) -> dict[str, Any]:
         "peer": peer,
         "peer_us": medians[peer],
         "ratio": round(statistics.median(theirs / ours for theirs, ours in pairs), 4),
-        "torch_us": {name: medians[name] for name in names},
-        "parts_us": {name: us for name, us in medians.items() if name not in {*names, OURS}},
+        "torch_us": {name: medians[name] for name in TORCH},
+        "parts_us": {name: us for name, us in medians.items() if name not in {*TORCH, OURS}},
     }
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """A layer in the table."""
+    """A line of the printed table."""
     layer = row["layer"]
-    shown = "  ".join(f"{name} {us:.0f}" for name, us in row["parts_us"].items())
     sizes = f"{layer['name']:14} T {layer['tokens']:5} E {layer['experts']:3} k {layer['choices']:2}"
     times = f"{row['time_us']:9.1f} us  {row['peer']} {row['peer_us']:9.1f} us  {row['ratio']:.3f}"
-    return f"{sizes} {times}  {shown}  {'/'.join(row.get('origins', {}).values())}"
+    return f"{sizes} {times}  {spaced(row['parts_us'], '.0f')}  {'/'.join(row.get('origins', {}).values())}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Calls timed beside each other: replays of CUDA graphs in turn, as `tlxgen.tuner.measure` does, but of any call.
+"""Times of any calls in the same rounds, as replays of CUDA graphs (`tlxgen.tuner.measure` has the reasons).
 
-Inputs are not rotated. That is for calls that read more than fits into L2, or what a call just before them has written.
+Inputs are not rotated: this is for calls that read more than L2 holds, or that read what the call before them wrote.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from torch import Tensor
 ROUNDS = 15
 
 _WARM_UP_S = 0.3
-_SAMPLE_US = 400.0  # one replay takes about this long
-_MOST_LAUNCHES = 32
+_SAMPLE_US = 400.0  # of one replay
+_MAX_LAUNCHES = 32
 
 Call = Callable[[], Tensor]
-#: Microseconds of one call, one value a round, by name; rounds pair up.
-Samples = Mapping[str, list[float]]
 
 
 def samples(calls: Mapping[str, Call]) -> dict[str, list[float]]:
-    """Microseconds of one call, one value a round, for each name: replays in turn, in reversed order each round."""
+    """Microseconds of one call by name, one value a round; the order is reversed each round."""
     graphs = {name: captured(call) for name, call in calls.items()}
     until = time.perf_counter() + _WARM_UP_S
     while time.perf_counter() < until:
@@ -36,7 +34,7 @@ def samples(calls: Mapping[str, Call]) -> dict[str, list[float]]:
     dummy, _ = next(iter(graphs.values()))
     for turn in range(ROUNDS):
         order = list(graphs) if turn % 2 else list(graphs)[::-1]
-        dummy.replay()  # what is timed next to a synchronisation reads slow
+        dummy.replay()  # times next to a synchronisation are too long
         events = {name: replayed(graphs[name][0]) for name in order}
         dummy.replay()
         torch.cuda.synchronize()
@@ -46,8 +44,8 @@ def samples(calls: Mapping[str, Call]) -> dict[str, list[float]]:
 
 
 def captured(call: Call) -> tuple[Any, int]:
-    """A graph of several calls, and how many."""
-    launches = max(1, min(_MOST_LAUNCHES, math.ceil(_SAMPLE_US / rough_us(call))))
+    """A graph of several calls, and their number."""
+    launches = max(1, min(_MAX_LAUNCHES, math.ceil(_SAMPLE_US / rough_us(call))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(launches):
@@ -56,7 +54,7 @@ def captured(call: Call) -> tuple[Any, int]:
 
 
 def rough_us(call: Call) -> float:
-    """A first look at one call, after one that loads kernels."""
+    """Rough microseconds of one call, after one that loads kernels."""
     call()
     torch.cuda.synchronize()
     started = time.perf_counter()
@@ -66,7 +64,7 @@ def rough_us(call: Call) -> float:
 
 
 def replayed(graph: Any) -> tuple[Any, Any]:
-    """The events around a replay."""
+    """Replays a graph; returns the events before and after."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     graph.replay()

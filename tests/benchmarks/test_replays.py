@@ -1,8 +1,7 @@
-"""Calls timed beside each other, on a card that only counts: who is replayed when, and what a sample is."""
+"""Replays of calls on a stub GPU: their order and their times."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -10,20 +9,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from benchmarks import ahead, replays
-from tlxgen import ops
-from tlxgen.devices import target
-from tlxgen.errors import CompileError
+from benchmarks import replays
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROUGH_US = {"fast": 110.0, "slow": 1000.0}  #: first looks
-CARD_US = {"fast": 50.0, "slow": 900.0}  #: of one call on the card
+ROUGH_US = {"fast": 110.0, "slow": 1000.0}  #: of one call from the host
+GPU_US = {"fast": 50.0, "slow": 900.0}  #: of one call in a graph
 
 
-class Card:
-    """Stands in for `torch` and `time`: a clock that calls and replays move on."""
+class StubGpu:
+    """Replaces `torch` and `time`: a clock that calls and replays advance."""
 
     def __init__(self) -> None:
         self.us = 0.0
@@ -51,7 +47,7 @@ class Card:
 
         def replay() -> None:
             self.log.append(calls[0])
-            self.us += sum(CARD_US[name] for name in calls)
+            self.us += sum(GPU_US[name] for name in calls)
 
         return SimpleNamespace(calls=calls, replay=replay)
 
@@ -73,55 +69,30 @@ class Card:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Card:
-    found = Card()
+def gpu(monkeypatch: pytest.MonkeyPatch) -> StubGpu:
+    found = StubGpu()
     monkeypatch.setattr(replays, "torch", found)
     monkeypatch.setattr(replays, "time", found)
     return found
 
 
-def test_a_sample_is_the_time_of_one_call(card: Card) -> None:
-    found = replays.samples({name: card.call(name) for name in CARD_US})
-    assert list(found) == list(CARD_US)
+def test_a_sample_is_the_time_of_one_call(gpu: StubGpu) -> None:
+    found = replays.samples({name: gpu.call(name) for name in GPU_US})
+    assert list(found) == list(GPU_US)
     for name, times in found.items():
-        assert times == pytest.approx([CARD_US[name]] * replays.ROUNDS)
+        assert times == pytest.approx([GPU_US[name]] * replays.ROUNDS)
 
 
-def test_a_graph_holds_as_many_calls_as_fill_a_sample(card: Card) -> None:
-    launches = {name: replays.captured(card.call(name))[1] for name in ROUGH_US}
+def test_a_graph_has_enough_calls_for_a_sample(gpu: StubGpu) -> None:
+    launches = {name: replays.captured(gpu.call(name))[1] for name in ROUGH_US}
     assert launches == {"fast": 4, "slow": 1}
 
 
-def test_rounds_go_forth_and_back_away_from_synchronisation(card: Card) -> None:
-    replays.samples({name: card.call(name) for name in CARD_US})
-    rounds = " ".join(card.log).split(" wait")[-replays.ROUNDS - 1 : -1]
+def test_order_is_reversed_each_round_between_untimed_replays(gpu: StubGpu) -> None:
+    replays.samples({name: gpu.call(name) for name in GPU_US})
+    rounds = " ".join(gpu.log).split(" wait")[-replays.ROUNDS - 1 : -1]
     assert [one.split() for one in rounds[:2]] == [
-        ["fast", "slow", "fast", "fast"],  # the first and the last of a round are not timed
+        ["fast", "slow", "fast", "fast"],  # the first and the last are not timed
         ["fast", "fast", "slow", "fast"],
     ]
     assert len(rounds) == replays.ROUNDS
-
-
-def test_a_kernel_that_does_not_compile_ahead_is_told_and_stops_no_other(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_shipped_configs: None
-) -> None:
-    outcomes = iter([CompileError("ptxas", "no"), SimpleNamespace(seconds=1.5)])
-
-    def submit(_: object) -> Future[Any]:
-        future: Future[Any] = Future()
-        outcome = next(outcomes)
-        future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome)
-        return future
-
-    @contextmanager
-    def pool(capability: tuple[int, int]) -> Iterator[SimpleNamespace]:
-        assert capability == (9, 0)
-        yield SimpleNamespace(submit=submit)
-
-    monkeypatch.setattr(ahead, "CompilePool", pool)
-    problems = [ops.get("gemm").problem((size, 512, 512)) for size in (512, 1024, 512)]
-    ahead.compile_served(problems, target("h200"))
-    first, second = capsys.readouterr().out.splitlines()
-    assert "gemm 512 512 512 bf16 nn" in first
-    assert " default  ptxas " in first
-    assert " default  1.5 s " in second
