@@ -1,49 +1,53 @@
-"""The first launch of a new process, where an older one has left its caches, beside the library's own first call.
+"""Time of the first call in a new process with warm caches, beside the library's own first call.
 
-python -m benchmarks.cold_start -o benchmarks/results/
+    python -m benchmarks.cold_start
 
-Each process imports torch and makes its inputs on the GPU, which is not counted. Then one imports tlxgen, asks for the
-kernel, calls it and waits for the result; another calls the library and waits. What the first process compiles is found
-on disk by all others, as in a program's second run; the first itself is `empty`, of caches.
+GEMM, attention and vector_add. Each process imports torch and makes its inputs on the GPU before the clock starts. One
+then imports tlxgen, gets the kernel, calls it and waits; another calls the library and waits. Later processes find on
+disk what the first one compiled; the time of that first one is `empty_ms`. Takes about two minutes on one GPU; writes
+`<date>-cold-start-<gpu>.json`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from benchmarks.results import write
+from benchmarks.harness import Results, Row, device_report, options, spaced
 from tlxgen import ops
 from tlxgen.problem import Problem
-from tlxgen.tuner.measure import Setup
 
 PROCESSES = 7
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem; torch that makes a call's `tensors`, and torch's own call of them."""
+    """A problem, a statement that makes the `tensors` of a call, and torch's call of them."""
 
     problem: Problem
     inputs: str
     library: str
 
 
-_PRODUCT = "tensors = torch.randn(4096, 4096).cuda().bfloat16(), torch.randn(4096, 4096).cuda().bfloat16()"
-_VECTORS = "tensors = [torch.randn(1 << 20).cuda()] * 2"
-_HEADS = "tensors = [torch.randn(2, 16, 2048, 128).cuda().bfloat16() for _ in 'qkv']"
-_ATTENTION = "torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)"
-
 CASES = (
-    Case(ops.get("gemm").problem((4096, 4096, 4096)), _PRODUCT, "torch.mm(*tensors)"),
-    Case(ops.get("attention").problem((2, 16, 2048, 128), causal="bottom-right"), _HEADS, _ATTENTION),
-    Case(ops.get("vector_add").problem((1 << 20,), dtype="fp32"), _VECTORS, "torch.add(*tensors)"),
+    Case(
+        ops.get("gemm").problem((4096, 4096, 4096)),
+        "tensors = [torch.randn(4096, 4096).cuda().bfloat16() for _ in 'ab']",
+        "torch.mm(*tensors)",
+    ),
+    Case(
+        ops.get("attention").problem((2, 16, 2048, 128), causal="bottom-right"),
+        "tensors = [torch.randn(2, 16, 2048, 128).cuda().bfloat16() for _ in 'qkv']",
+        "torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)",
+    ),
+    Case(
+        ops.get("vector_add").problem((1 << 20,), dtype="fp32"),
+        "tensors = [torch.randn(1 << 20).cuda()] * 2",
+        "torch.add(*tensors)",
+    ),
 )
 
 _BEFORE = """
@@ -81,26 +85,25 @@ print(json.dumps([times, "torch"]))
 
 
 def main() -> None:
-    """Measures, writes the results and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="of each kind, beside the first")
-    parser.add_argument("--only", default="", help="problems whose label has this in it")
-    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results"))
+    """Measures case by case."""
+    parser = options(__doc__)
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="processes of each kind, after the first")
+    parser.add_argument("--only", default="", help="only problems whose label contains this")
     arguments = parser.parse_args()
-    rows = []
-    for case in (case for case in CASES if arguments.only in case.problem.label):
-        rows.append(measure(case, arguments.processes))
-        print(line(rows[-1]), flush=True)
-    report = Setup("gemm", CASES[0].problem, seed=1)()
-    print(write(arguments.output, "cold-start", report, rows, processes=arguments.processes))
+    results = Results(arguments.output, "cold-start", device_report(), {"processes": arguments.processes})
+    for case in CASES:
+        if arguments.only in case.problem.label:
+            row = measure(case, arguments.processes)
+            results.add(row, line(row))
+    print(results.path)
 
 
-def measure(case: Case, processes: int) -> dict[str, Any]:
-    """Milliseconds of the parts, medians over processes; ours and the library's in turn."""
+def measure(case: Case, processes: int) -> Row:
+    """Milliseconds; parts are medians over processes, which alternate between ours and the library's."""
     empty, origin = first_call(case, _OURS)
     first_call(case, _LIBRARY)
     pairs = [(first_call(case, _OURS)[0], first_call(case, _LIBRARY)[0]) for _ in range(processes)]
-    ours, library = ([pair[who] for pair in pairs] for who in (0, 1))
+    ours, library = zip(*pairs, strict=True)
     return {
         "op": case.problem.operator,
         "problem": case.problem.model_dump(),
@@ -114,7 +117,7 @@ def measure(case: Case, processes: int) -> dict[str, Any]:
 
 
 def first_call(case: Case, steps: str) -> tuple[dict[str, float], str]:
-    """Milliseconds by part of one process's first call, and who served it."""
+    """Milliseconds of the parts of a new process's first call, and the origin of its kernel."""
     text = _BEFORE.format(inputs=case.inputs) + steps.format(operator=case.problem.operator, library=case.library)
     command = [sys.executable, "-c", text, json.dumps(case.problem.model_dump())]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -124,19 +127,19 @@ def first_call(case: Case, steps: str) -> tuple[dict[str, float], str]:
     return times, origin
 
 
-def totals(found: list[dict[str, float]]) -> list[float]:
-    """Least, median and largest sum of a process's parts."""
-    sums = sorted(sum(times.values()) for times in found)
+def totals(processes: tuple[dict[str, float], ...]) -> list[float]:
+    """Minimum, median and maximum of the processes' totals."""
+    sums = sorted(sum(times.values()) for times in processes)
     return [round(value, 1) for value in (sums[0], statistics.median(sums), sums[-1])]
 
 
-def line(row: dict[str, Any]) -> str:
-    """A case in the table."""
-    parts = "  ".join(f"{part} {ms:.1f}" for part, ms in row["parts_ms"].items())
+def line(row: Row) -> str:
+    """A line of the printed table."""
     first, library = row["first_ms"], row["library_ms"]
     return (
-        f"{row['label']:48} {row['origin']:8} {first[1]:.0f} ms ({first[0]:.0f} to {first[2]:.0f}; {parts})  "
-        f"library {library[1]:.0f} ({library[0]:.0f} to {library[2]:.0f})  empty {row['empty_ms']:.0f}"
+        f"{row['label']:48} {row['origin']:8} {first[1]:.0f} ms ({first[0]:.0f} to {first[2]:.0f}; "
+        f"{spaced(row['parts_ms'], '.1f')})  library {library[1]:.0f} ({library[0]:.0f} to {library[2]:.0f})  "
+        f"empty {row['empty_ms']:.0f}"
     )
 
 

@@ -1,21 +1,20 @@
-"""Host time of one call, part by part, against torch's own.
+"""Host time of one call, in total and by part, against torch's.
 
-python -m benchmarks.overhead -o benchmarks/results/
+    python -m benchmarks.overhead
 
-The host is what is timed: calls are queued on the GPU, a few hundred at a time, and waited for between the times. Each
-call is on other tensors than the one before, torch's is called without anything in between, and what is compared takes
-turns.
+Three problems whose kernels are so short that the host limits them: a small GEMM, decoding, and short causal attention.
+Some hundred calls are queued on the GPU and waited for outside of the timed span. Each call has other tensors than the
+one before, What is compared takes turns.
 
-A first call does these in turn: `check` the arguments, allocate the `output`, look the `plan` up, make grid and
-`arguments` (descriptors among them), `dispatch` to the driver. One like it does less: see that its tensors are `alike`,
-take `memory` for the result, and `replay` the launch; `call` is all of that, `call_out` with an output of the caller's,
-`call_named` with tensors by name, `functional` what is in place of torch's, `torch` the library's call of the same.
-`new_length` is the first call of a length that was never seen, whose kernel another length has loaded.
+A first call: `check` of the arguments, allocation of the `output`, `plan` look-up, grid and `arguments` (descriptors
+included), `dispatch` to the driver. A repeated call: comparison of the tensors' layout (`alike`), `memory` for the
+result, `replay` of the launch. `call` is all of that, `call_out` with an output given, `call_named` with tensors by
+name, `functional` the function in place of torch's, `torch` the library's call. `new_length` is the first call of an
+unseen length whose kernel is loaded already. Takes about a minute on one GPU and writes `<date>-overhead-<gpu>.json`.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 import warnings
@@ -23,27 +22,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.results import write
+from benchmarks.harness import Results, Row, device_report, options, spaced
 from tlxgen import api, functional, ops
 from tlxgen.problem import Problem
 from tlxgen.runtime import kernel as runtime
 from tlxgen.runtime import plans
-from tlxgen.tuner.measure import Setup
 
 CALLS = 300
 ROUNDS = 7
-SETS = 16  # of inputs
+INPUT_SETS = 16
 NEW_LENGTHS = 64
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, how its length is changed for `new_length`, and torch's own function."""
+    """A problem, a function from lengths to problems for `new_length`, and torch's function."""
 
     problem: Problem
     longer: Callable[[int], Problem]
@@ -51,23 +48,18 @@ class Case:
 
 
 def main() -> None:
-    """Measures, writes the results and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results"))
-    arguments = parser.parse_args()
+    """Measures case by case."""
+    arguments = options(__doc__).parse_args()
     warnings.simplefilter("ignore", runtime.FallbackWarning)
-    rows = []
+    results = Results(arguments.output, "overhead", device_report(), {"calls": CALLS, "rounds": ROUNDS})
     for case in cases():
-        entry = measure(case)
-        rows.append(entry)
-        parts = "  ".join(f"{name} {us:.2f}" for name, us in entry["host_us"].items())
-        print(f"{case.problem.label:48} {entry['origin']:8} {parts}", flush=True)
-    report = Setup("gemm", cases()[0].problem, seed=1)()
-    print(write(arguments.output, "overhead", report, rows, calls=CALLS, rounds=ROUNDS))
+        row = measure(case)
+        results.add(row, f"{case.problem.label:48} {row['origin']:8} {spaced(row['host_us'], '.2f')}")
+    print(results.path)
 
 
 def cases() -> list[Case]:
-    """Kernels that take so little time on the GPU that the host cannot hide behind them."""
+    """The problems."""
     gemm, attention = ops.get("gemm"), ops.get("attention")
 
     def product(m: int) -> Problem:
@@ -90,11 +82,11 @@ def cases() -> list[Case]:
     ]
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case) -> Row:
     """Microseconds of each part."""
     problem, operator = case.problem, ops.get(case.problem.operator)
     kernel = api.get_kernel(problem.operator, problem, on_miss="ignore")
-    sets = [operator.inputs(problem, "cuda", seed) for seed in range(SETS)]
+    sets = [operator.inputs(problem, "cuda", seed) for seed in range(INPUT_SETS)]
     inputs = sets[0]
     tensors = tuple(inputs[name] for name in operator.inputs_in_order)
     out = kernel(*tensors)
@@ -111,7 +103,7 @@ def measure(case: Case) -> dict[str, Any]:
             call_named=lambda: kernel(**inputs),
             get_kernel=lambda: api.get_kernel(problem.operator, problem, on_miss="ignore"),
         ),
-        **repeated_parts(kernel, tensors),  # which there are by now
+        **repeated_parts(kernel, tensors),
     }
     return {
         "op": problem.operator,
@@ -125,7 +117,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def parts(kernel: runtime.Kernel, inputs: dict[str, Any], out: torch.Tensor) -> dict[str, float]:
-    """Of a call that a kernel computes; none where torch does."""
+    """Microseconds of the parts of a first call; empty where torch computes."""
     if kernel.config is None:
         return {}
     operator, problem = ops.get(kernel.problem.operator), kernel.problem
@@ -143,8 +135,8 @@ def parts(kernel: runtime.Kernel, inputs: dict[str, Any], out: torch.Tensor) -> 
 
 
 def repeated_parts(kernel: runtime.Kernel, tensors: tuple[torch.Tensor, ...]) -> dict[str, float]:
-    """Of a call like one before; none where nothing is replayed."""
-    repeat = next(iter(kernel._plain), None)  # noqa: SLF001 - its parts have no names for others
+    """Microseconds of the parts of a repeated call; empty where nothing is replayed."""
+    repeat = next(iter(kernel._plain), None)  # noqa: SLF001 - its parts have no public names
     replay = None if repeat is None else repeat._replay  # noqa: SLF001
     if repeat is None or replay is None:
         return {}
@@ -159,10 +151,7 @@ def repeated_parts(kernel: runtime.Kernel, tensors: tuple[torch.Tensor, ...]) ->
 
 
 def host_us(**calls: Callable[[], Any]) -> dict[str, float]:
-    """Microseconds until the host goes on, by name: the least of some rounds, since whatever else happens only adds.
-
-    All take their turn in each round: hosts change their speed.
-    """
+    """Host microseconds of a call by name: the minimum over rounds, in each of which every call takes its turn."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
@@ -176,7 +165,7 @@ def host_us(**calls: Callable[[], Any]) -> dict[str, float]:
 
 
 def new_length_us(case: Case) -> float:
-    """Median microseconds of the first call of a length, host side, `get_kernel` included."""
+    """Median host microseconds of the first call of a length, `get_kernel` included."""
     times = []
     first = 1040
     for length in range(first, first + 16 * NEW_LENGTHS, 16):

@@ -1,13 +1,10 @@
-"""The overhead benchmark, as far as it runs without a card: its parts are those of a call, its numbers are written."""
+"""Benchmark of a call's host time, on meta tensors with launches that do nothing."""
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ import torch
 from benchmarks import overhead
 from tlxgen import devices, functional, ops
 from tlxgen.devices import target
-from tlxgen.runtime import kernel, plans
+from tlxgen.runtime import call_checks, kernel, plans
 
 H200 = target("h200")
 
@@ -37,15 +34,15 @@ class Idle:
 
 
 @pytest.fixture(autouse=True)
-def card(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[None]:
-    """A card without memory whose launches do nothing."""
+def _stub_gpu(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[None]:
+    """No memory, and launches that do nothing."""
     monkeypatch.setattr(plans, "Launcher", Idle)
     monkeypatch.setattr(plans, "on_device", lambda _: nullcontext())
     monkeypatch.setattr(plans, "is_capturing", lambda: False)
     monkeypatch.setattr(plans, "raw_stream", lambda _: 0)
     monkeypatch.setattr(plans, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(kernel, "_refuse_other_devices", lambda *_: None)
+    monkeypatch.setattr(call_checks, "refuse_other_devices", lambda *_: None)
     monkeypatch.setattr(kernel, "_current_device", lambda: 0)
     monkeypatch.setattr(devices, "detect", lambda _=None: H200)
     for name in ("gemm", "attention"):
@@ -62,18 +59,12 @@ def card(monkeypatch: pytest.MonkeyPatch, no_shipped_configs: None) -> Iterator[
     kernel.forget()
 
 
-def test_every_part_of_a_call_is_timed_and_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    versions = {"torch": "none", "driver": "none", "cuda": "none"}
-    monkeypatch.setattr(overhead, "Setup", lambda *_, **__: lambda: SimpleNamespace(gpu=H200, versions=versions))
-    monkeypatch.setattr("sys.argv", ["overhead", "-o", str(tmp_path)])
-    overhead.main()
-    (path,) = tmp_path.glob("*-overhead-h200.json")
-    assert str(path) in capsys.readouterr().out
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-    assert [row["op"] for row in rows] == ["gemm", "attention", "attention"]
-    for row in rows:
+def test_each_part_of_a_call_is_timed_and_written(run: Callable[..., dict[str, Any]]) -> None:
+    written = run(overhead)
+    assert "-overhead-h200.json" in written["file"]
+    assert written["file"] in written["printed"]
+    assert [row["op"] for row in written["rows"]] == ["gemm", "attention", "attention"]
+    for row in written["rows"]:
         assert {"check", "output", "plan", "arguments", "dispatch", "call", "torch"} <= set(row["host_us"])
         assert {"alike", "memory", "replay", "call_out", "call_named", "functional"} <= set(row["host_us"])
         assert all(us > 0 for us in [*row["host_us"].values(), row["new_length_us"]])
