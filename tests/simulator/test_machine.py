@@ -1,4 +1,4 @@
-"""The machine itself: second runs, failures in copies, findings in helpers, and what a run leaves behind."""
+"""Runs of a machine: second runs, limits, errors in copies, lines of findings, inline assembly, leftovers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import gc
 from typing import Any
 
 import greenlet
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.simulator.cases import HEAD, SCHEDULES, Case, simulate, zeros
 from tlxgen.errors import InvalidProblemError
-from tlxgen.simulator.findings import Finding
+from tlxgen.simulator.language import assembly
 from tlxgen.simulator.language.descriptors import Descriptor
-from tlxgen.simulator.machine.machine import POLICIES, Machine, Policy
+from tlxgen.simulator.machine.machine import POLICIES, Limits, Machine, Policy
 from tlxgen.simulator.program import Program, load
-
-HEAD = "import triton\nimport triton.language as tl\nimport triton.language.extra.tlx as tlx\n"
 
 FILL = """
 @triton.jit
@@ -70,20 +70,31 @@ def kernel(out):
 """
 
 
-def run(text: str, *args: Any, policy: Policy = "random") -> list[Finding]:
-    machine = Machine(policy=policy)
-    load("kernel.py", HEAD + text)["kernel"].launch(machine, (1,), args, {})
-    return machine.findings
+ENDLESS = "@triton.jit\ndef kernel(count, out):\n    while tl.atomic_add(count, 0) < 1:  # spin\n        pass\n"
+IDLE = "@triton.jit\ndef kernel(count, out):\n    i = 0\n    while i < 1:  # spin\n        i *= 2\n"
+
+EX2 = "ex2.approx.ftz.f32 $0, $1;"
+ASSEMBLY = Case(
+    f"""
+@triton.jit
+def kernel(out):
+    x = tl.arange(0, 64).to(tl.float32)
+    y = tl.inline_asm_elementwise("{EX2}", "=f,f", [x], tl.float32, is_pure=True, pack=1)  # asm
+    tl.store(out + tl.arange(0, 64), y)
+""",
+    output=(64,),
+    expected=lambda: torch.exp2(torch.arange(64.0)),
+)
 
 
-def test_a_machine_runs_once() -> None:
+def test_second_run_of_a_machine_is_refused() -> None:
     program, machine = load("kernel.py", HEAD + FILL), Machine()
     program["kernel"].launch(machine, (1,), (torch.zeros(8), 1.0), {})
     with pytest.raises(RuntimeError, match="one launch"):
         program["kernel"].launch(machine, (1,), (torch.zeros(8), 1.0), {})
 
 
-def test_a_program_forgets_the_machine_that_it_ran_on() -> None:
+def test_run_leaves_the_names_of_the_program_unchanged() -> None:
     program = load("kernel.py", HEAD + FILL)
     before = dict(program.namespace)
     for value in (1.0, 2.0):
@@ -95,7 +106,7 @@ def test_a_program_forgets_the_machine_that_it_ran_on() -> None:
     assert program["tl"] is tl
 
 
-def test_two_programs_of_one_path_do_not_mix() -> None:
+def test_two_programs_of_one_path_are_independent() -> None:
     programs: list[Program] = [load("kernel.py", HEAD + FILL.replace("i, value", f"i, value + {n}")) for n in (10, 20)]
     for program, expected in zip(programs, (11, 21), strict=True):
         out = torch.zeros(8)
@@ -104,7 +115,7 @@ def test_two_programs_of_one_path_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_exception_in_a_copy_is_a_finding_at_the_line_that_started_it(
+def test_exception_in_a_copy_is_a_finding_at_the_line_that_started_it(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -112,36 +123,62 @@ def test_an_exception_in_a_copy_is_a_finding_at_the_line_that_started_it(
 
     monkeypatch.setattr(Descriptor, "write", fail)
     out = torch.zeros(16, 64)
-    findings = run(STORE, TensorDescriptor(out, [16, 64], [64, 1], [16, 64]), policy=policy)
+    findings = simulate(STORE, [TensorDescriptor(out, [16, 64], [64, 1], [16, 64])], schedule=(policy, 0)).findings
     assert [(f.kind, f.message) for f in findings] == [("error", "OSError: no such box")]
     assert findings[0].place.role == "kernel"
     assert findings[0].place.line > 0
 
 
-def test_no_greenlet_outlives_a_run() -> None:
-    assert [finding.kind for finding in run(STUCK, torch.zeros(1))] == ["deadlock"]
+def test_run_leaves_no_greenlet() -> None:
+    assert [finding.kind for finding in simulate(STUCK, [torch.zeros(1)]).findings] == ["deadlock"]
     gc.collect()
-    under_way = [o for o in gc.get_objects() if type(o) is greenlet.greenlet and o]
-    assert not [one for one in under_way if one.parent is greenlet.getcurrent()]
+    running = [o for o in gc.get_objects() if type(o) is greenlet.greenlet and o]
+    assert not [one for one in running if one.parent is greenlet.getcurrent()]
 
 
-def test_a_finding_in_a_helper_names_the_lines_that_call_it() -> None:
-    (finding,) = run(HELPERS, torch.zeros(8))
+def test_finding_in_a_helper_names_the_calling_lines() -> None:
+    (finding,) = simulate(HELPERS, [torch.zeros(8)]).findings
     lines = (HEAD + HELPERS).splitlines()
     inner, outer = lines.index("    put(out, 8)") + 1, lines.index("            put_last(out)") + 1
     assert finding.place.line == lines.index("    tl.store(out + place, 1.0)") + 1
     assert finding.message.endswith(f"0 bytes past the end of out (called from line {inner}, from line {outer})")
 
 
-def test_a_recursion_without_end_is_a_finding() -> None:
+def test_endless_recursion_is_a_finding() -> None:
     text = "@triton.jit\ndef deep(n):\n    deep(n)\n\n@triton.jit\ndef kernel(n):\n    deep(n)\n"
-    (finding,) = run(text, 1)
+    (finding,) = simulate(text, [1]).findings
     assert finding.kind == "error"
     assert "RecursionError" in finding.message
     assert finding.message.count("from line") <= 2
 
 
-def test_a_name_that_a_file_lacks_is_explained_by_the_statement_that_fails() -> None:
+def test_error_for_a_missing_name_shows_the_statement_that_failed() -> None:
     program = load("kernel.py", "import no_such_module\n")
     with pytest.raises(InvalidProblemError, match=r"no 'kernel'.*line 1: ModuleNotFoundError"):
         program["kernel"]
+
+
+@pytest.mark.parametrize("text", [ENDLESS, IDLE])
+@pytest.mark.parametrize("schedule", SCHEDULES[::3])
+def test_step_limit_stops_an_endless_loop(text: str, schedule: tuple[Policy, int]) -> None:
+    args = [*zeros(1)(), torch.zeros(1)]
+    machine = simulate(text, args, (2,), schedule=schedule, limits=Limits(steps=500))
+    assert [finding.kind for finding in machine.findings] == ["limit"]
+    assert machine.findings[0].place.line in range(5, 9)
+    assert "stopped after 501 steps" in machine.findings[0].message
+
+
+def test_time_limit_stops_an_endless_loop() -> None:
+    machine = simulate(ENDLESS, [*zeros(1)(), torch.zeros(1)], limits=Limits(seconds=0.1))
+    assert [finding.kind for finding in machine.findings] == ["limit"]
+    assert machine.steps < 1_000_000
+
+
+def test_assembly_computes_its_registered_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(assembly._MEANINGS, EX2, np.exp2)
+    ASSEMBLY.check()
+
+
+def test_assembly_without_a_meaning_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(assembly._MEANINGS, EX2, raising=False)
+    ASSEMBLY.shows("unknown_instruction", "asm", saying=EX2).check()
