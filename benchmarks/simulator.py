@@ -1,64 +1,52 @@
-"""How fast the simulator is, on one core: kernels that tlxgen emits, and fbtriton's attention tutorial as installed.
+"""Speed of the simulator on one core: kernels that tlxgen emits, and fbtriton's installed attention tutorial.
 
-python -m benchmarks.simulator -o benchmarks/results/
+    python -m benchmarks.simulator
+
+Launches of a small GEMM and of attention with heads of 64 and 128, and whole checks of the default config of each
+template of GEMM and vector_add. Needs no GPU, takes a few seconds and writes `<date>-simulator.json`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
+
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"  # read when numpy and torch are imported
+
 import resource
 import statistics
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-
-os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"  # read when numpy and torch are imported
 
 import torch
 from triton.language.extra import tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from benchmarks.harness import Results, Row, options
 from tlxgen import devices, ops
-from tlxgen._version import __version__
 from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
 from tlxgen.simulator.check import check
 from tlxgen.simulator.machine.machine import Machine
 from tlxgen.simulator.program import Program, load
 from tlxgen.space.candidates import candidates
-from tlxgen.toolchain import toolchain
 
 REPETITIONS = 9
 ATTENTION = Path(tlx.__file__).parent / "tutorials" / "hopper_fa_ws.py"
 
 
 def main() -> None:
-    """Measures, writes the results and prints them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results"))
-    arguments = parser.parse_args()
-    rows = [gemm(), attention(64), attention(128), *structural()]
-    for row in rows:
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
-    date = datetime.now(timezone.utc).date().isoformat()
-    content = {
-        "date": date,
-        "machine": {"processor": _processor(), "python": platform.python_version()},
-        "versions": {"tlxgen": __version__, "toolchain": toolchain(), "torch": torch.__version__},
-        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "rows": rows,
-    }
-    path = arguments.output / f"{date}-simulator.json"
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(path)
+    """Measures case by case."""
+    arguments = options(__doc__).parse_args()
+    results = Results(arguments.output, "simulator")
+    for row in (gemm(), attention(64), attention(128), *checks()):
+        results.more["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        results.add(row, "  ".join(f"{name} {value}" for name, value in row.items()))
+    print(results.path)
 
 
-def gemm() -> dict[str, Any]:
-    """256 cubed, with tiles of 128 by 128 by 64 and three stages."""
+def gemm() -> Row:
+    """A launch of 256 cubed with tiles of 128 by 128 by 64 and three stages."""
     operator = ops.get("gemm")
     problem = operator.problem((256, 256, 256))
     favourite = candidates(operator.problem((4096,) * 3), devices.target("h200"), ("gemm_tma_cooperative",))[0]
@@ -74,8 +62,8 @@ def gemm() -> dict[str, Any]:
     return {"what": "gemm 256 256 256, 128x128x64, 3 stages", "load_ms": round(loading * 1e3, 1), **found}
 
 
-def attention(head: int) -> dict[str, Any]:
-    """256 queries and keys, one head."""
+def attention(head: int) -> Row:
+    """A launch with 256 queries and keys of one head."""
     program = load(ATTENTION)
     q, k, v, out = (torch.randn(256, head, dtype=torch.float16) for _ in range(4))
     block_n = min(128, head)
@@ -101,8 +89,8 @@ def attention(head: int) -> dict[str, Any]:
     return {"what": f"attention 256x256, head {head} (fbtriton's hopper_fa_ws.py)", **found}
 
 
-def structural() -> list[dict[str, Any]]:
-    """A whole check, as before a config is launched: small problems and a schedule of each policy."""
+def checks() -> list[Row]:
+    """Whole checks, as before a config is launched: small problems, a schedule of each policy."""
     rows = []
     for name, shape in (("gemm", (4096, 4096, 4096)), ("vector_add", (2**20,))):
         operator = ops.get(name)
@@ -115,7 +103,7 @@ def structural() -> list[dict[str, Any]]:
     return rows
 
 
-def _times(program: Program, kernel: str, grid: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _times(program: Program, kernel: str, grid: Any, args: Any, kwargs: Row) -> Row:
     times = []
     for seed in range(REPETITIONS):
         machine = Machine(frozenset(), seed=seed)
@@ -124,13 +112,6 @@ def _times(program: Program, kernel: str, grid: Any, args: Any, kwargs: dict[str
         times.append(time.perf_counter() - started)
         assert not machine.findings, machine.findings[0]
     return {"ms": round(statistics.median(times) * 1e3, 1), "least_ms": round(min(times) * 1e3, 1)}
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -1,37 +1,34 @@
-"""Every structure of an operator's kernels in the simulator: of configs that synchronise alike, the model's favourite.
+"""Check of every structure of an operator's kernels in the simulator.
 
-python -m benchmarks.structures attention attention_varlen
+    python -m benchmarks.structures attention attention_varlen
 
-Takes no GPU: 2116 kernels took six minutes on two cores. What is found is printed as it is found, and ends in status 1.
+Configs have one structure if they differ only in `PLAIN` parameters; of each structure the one that the time model
+prefers is checked. Needs no GPU; 2116 kernels took six minutes on two cores. Prints findings at once, writes
+`<date>-structures.json` and exits with status 1 if there are any.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.harness import Results, options
 from tlxgen import devices, ops
-from tlxgen._version import __version__
 from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
 from tlxgen.problem import Problem
 from tlxgen.simulator.check import check
 from tlxgen.space.candidates import candidates
-from tlxgen.toolchain import toolchain
 
-#: Parameters that change numbers, registers or addresses, and neither barriers, copies nor who waits for whom.
+#: Parameters that change numbers, registers or addresses, but neither barriers nor copies nor waits.
 PLAIN = frozenset({"sums", "carry", "rescale", "unroll", "head_group", "block_k", "group_m", "pdl", "group"})
 SCHEDULES = 3
 
-#: What the kernels of an operator differ by beside their configs.
+#: Problems whose kernels differ beyond their configs.
 PROBLEMS: dict[str, tuple[tuple[tuple[int, ...], dict[str, Any]], ...]] = {
     "gemm": (
         ((16, 1280, 8192), {"layout": "nt"}),
@@ -61,54 +58,42 @@ PROBLEMS: dict[str, tuple[tuple[tuple[int, ...], dict[str, Any]], ...]] = {
 
 
 class Kernel(NamedTuple):
-    """One to be checked."""
+    """A kernel to check."""
 
     operator: str
     problem: Problem
     config: Config
 
-    def found(self) -> str | None:
-        """What the simulator finds, in one line."""
+    def finding(self) -> str | None:
+        """The simulator's first finding, in one line."""
         report = check(emit(ops.get(self.operator), self.problem, self.config), SCHEDULES)
         return None if report.clean else f"{self.problem.label} {self.config.short}: {report.findings[0]}"
 
 
 def main() -> None:
-    """Checks them all, and writes how many there were."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Checks all kernels of the named operators."""
+    parser = options(__doc__)
     parser.add_argument("operators", nargs="+", choices=sorted(PROBLEMS))
-    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     made = [one for operator in arguments.operators for one in kernels(operator)]
+    checked = Counter(f"{one.problem.label}: {one.config.template}" for one in made)
+    results = Results(arguments.output, "structures", more={"schedules": SCHEDULES, "checked": dict(checked)})
     started = time.monotonic()
-    findings = []
     with ProcessPoolExecutor() as pool:
-        for finding in pool.map(Kernel.found, made, chunksize=4):
+        for finding in pool.map(Kernel.finding, made, chunksize=4):
             if finding is not None:
-                findings.append(finding)
-                print(finding, flush=True)
-    counts = Counter(f"{one.problem.label}: {one.config.template}" for one in made)
-    date = datetime.now(timezone.utc).date().isoformat()
-    path = arguments.output / f"{date}-structures.json"
-    content = {
-        "date": date,
-        "what": __doc__.split("\n", 1)[0],
-        "versions": {"tlxgen": __version__, "toolchain": toolchain()},
-        "schedules": SCHEDULES,
-        "seconds": round(time.monotonic() - started),
-        "checked": dict(counts),
-        "findings": findings,
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(f"{len(made)} kernels, {len(findings)} with findings: {path}")
-    sys.exit(bool(findings))
+                results.add({"finding": finding}, finding)
+    results.more["seconds"] = round(time.monotonic() - started)
+    results.write()
+    print(f"{len(made)} kernels, {len(results.rows)} with findings: {results.path}")
+    sys.exit(1 if results.rows else 0)
 
 
 def kernels(operator: str) -> Iterator[Kernel]:
-    """One of each structure, for each problem and template of an operator."""
+    """A kernel of each structure, for each problem and template of an operator."""
     h200 = devices.target("h200")
-    for sizes, options in PROBLEMS[operator]:
-        problem = ops.get(operator).problem(sizes, **options)
+    for sizes, fields in PROBLEMS[operator]:
+        problem = ops.get(operator).problem(sizes, **fields)
         structures: dict[tuple[Any, ...], Config] = {}
         for config in candidates(problem, h200):  # best first
             structure = tuple(sorted((name, value) for name, value in config.params.items() if name not in PLAIN))

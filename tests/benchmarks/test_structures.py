@@ -1,11 +1,9 @@
-"""The check of every structure: which kernels it takes, and what becomes of a finding."""
+"""Check of every structure: the kernels that it takes, and its findings."""
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,7 @@ from tlxgen import ops
 from tlxgen.space import search_space
 
 
-def test_the_parameters_that_are_passed_over_are_such() -> None:
+def test_plain_parameters_exist() -> None:
     known = {
         name
         for operator in structures.PROBLEMS
@@ -26,7 +24,7 @@ def test_the_parameters_that_are_passed_over_are_such() -> None:
     assert known >= structures.PLAIN
 
 
-def test_every_value_of_the_others_is_among_the_kernels() -> None:
+def test_kernels_take_every_value_of_other_parameters() -> None:
     made = list(structures.kernels("attention"))
     values: dict[str, set[Any]] = {}
     for one in made:
@@ -39,7 +37,7 @@ def test_every_value_of_the_others_is_among_the_kernels() -> None:
     assert {one.config.template for one in made} == set(ops.get("attention").templates)
 
 
-def test_no_structure_comes_twice_for_a_problem() -> None:
+def test_a_structure_is_checked_once_for_a_problem() -> None:
     seen = set()
     for one in structures.kernels("gemm"):
         structural = {name: value for name, value in one.config.params.items() if name not in structures.PLAIN}
@@ -48,20 +46,16 @@ def test_no_structure_comes_twice_for_a_problem() -> None:
 
 
 @pytest.mark.parametrize("clean", [True, False])
-def test_a_finding_is_told_written_and_ends_in_status_1(
-    clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_findings_are_printed_written_and_end_in_status_1(
+    clean: bool, monkeypatch: pytest.MonkeyPatch, run: Callable[..., dict[str, Any]]
 ) -> None:
     made = list(structures.kernels("grouped_gemm"))[:5]
     report = SimpleNamespace(clean=clean, findings=[] if clean else ["deadlock at kernel:7"])
     monkeypatch.setattr(structures, "kernels", lambda _: made)
     monkeypatch.setattr(structures, "check", lambda *_: report)
     monkeypatch.setattr(structures, "ProcessPoolExecutor", ThreadPoolExecutor)
-    monkeypatch.setattr(sys, "argv", ["structures", "grouped_gemm", "-o", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        structures.main()
-    assert ended.value.code == (0 if clean else 1)
-    (file,) = tmp_path.glob("*-structures.json")
-    content = json.loads(file.read_text())
-    assert sum(content["checked"].values()) == 5
-    assert len(content["findings"]) == (0 if clean else 5)
-    assert ("deadlock at kernel:7" in capsys.readouterr().out) is not clean
+    written = run(structures, "grouped_gemm", ends="0" if clean else "1")
+    assert written["file"].endswith("-structures.json")
+    assert sum(written["checked"].values()) == 5
+    assert len(written["rows"]) == (0 if clean else 5)
+    assert ("deadlock at kernel:7" in written["printed"]) is not clean
