@@ -25,8 +25,8 @@ from tlxgen.db.store import Store
 from tlxgen.devices import Gpu, target
 from tlxgen.errors import InvalidProblemError, LaunchError, NoKernelError
 from tlxgen.ops.gemm.problem import GemmProblem
+from tlxgen.runtime import call_checks, plans, selection
 from tlxgen.runtime import kernel as runtime
-from tlxgen.runtime import plans, selection
 from tlxgen.runtime.kernel import FallbackWarning, Kernel, select
 from tlxgen.space.candidates import candidates, default_config, vanilla_config
 
@@ -543,7 +543,7 @@ def test_a_fallback_for_badly_lying_tensors_is_said(monkeypatch: pytest.MonkeyPa
     config = next(c for c in candidates(problem, gpu) if c.template == "gemm_tma_pingpong")
     kernel = runtime.Kernel(problem, runtime.Choice("tuned", config), gpu)
     ran: list[str] = []
-    monkeypatch.setattr(runtime, "_refuse_other_devices", lambda *_: None)
+    monkeypatch.setattr(call_checks, "refuse_other_devices", lambda *_: None)
     monkeypatch.setattr(plans, "is_capturing", lambda: False)
 
     def plan(_operator: object, source: KernelSource, *_: object) -> SimpleNamespace:

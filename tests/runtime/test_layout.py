@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tlxgen.runtime import layout
-from tlxgen.runtime.layout import Alike
+from tlxgen.runtime.layout import TensorLayout
 
 
 @pytest.fixture(params=["in C++", "in Python"], autouse=True)
@@ -52,7 +52,7 @@ OTHERS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_others_are_told_apart_wherever_they_stand(what: str, position: int) -> None:
     x, y = torch.zeros(4, 8), torch.ones(4, 8)
-    one = Alike((x, y))
+    one = TensorLayout((x, y))
     others: list[Any] = [x.clone(), y.clone()]
     assert one.addresses(others) == [other.data_ptr() for other in others]
     others[position] = OTHERS[what](x)
@@ -63,7 +63,7 @@ def test_others_are_told_apart_wherever_they_stand(what: str, position: int) -> 
 
 def test_offsets_within_a_storage_are_addresses_like_others() -> None:
     parent = torch.zeros(4, 64)
-    one = Alike((parent[:, :8],))
+    one = TensorLayout((parent[:, :8],))
     assert one.addresses((parent[:, 8:16],)) == [parent.data_ptr() + 32]
     assert one.addresses((parent[:, 9:17],)) is None
     assert one.same((parent[:, 9:17],))  # but for the alignment
@@ -71,7 +71,7 @@ def test_offsets_within_a_storage_are_addresses_like_others() -> None:
 
 def test_a_tensor_may_stand_twice() -> None:
     x = torch.zeros(4, 8)
-    one = Alike((x, x))
+    one = TensorLayout((x, x))
     assert one.same((x, x))
     assert one.same((x.clone(), x))
     assert not one.same((x, x[:3]))
@@ -80,7 +80,7 @@ def test_a_tensor_may_stand_twice() -> None:
 def test_gradients_that_are_recorded_are_never_alike() -> None:
     weight = torch.nn.Parameter(torch.zeros(4, 8))
     with torch.no_grad():
-        one = Alike((weight,))
+        one = TensorLayout((weight,))
         assert one.same((weight,))
     assert not one.same((weight,))
     assert one.addresses((weight,)) is None
@@ -90,10 +90,10 @@ def test_gradients_that_are_recorded_are_never_alike() -> None:
 
 def test_inference_mode_is_told_apart_by_its_tensors() -> None:
     x = torch.zeros(4, 8)
-    one = Alike((x,))
+    one = TensorLayout((x,))
     with torch.inference_mode():
         assert not one.same((torch.zeros(4, 8),))
-        inside = Alike((torch.zeros(4, 8),))
+        inside = TensorLayout((torch.zeros(4, 8),))
         assert inside.same((torch.ones(4, 8),))
     assert not inside.same((x,))
     assert one.same((x,))
@@ -103,7 +103,7 @@ def test_modes_and_autocast_are_told_apart() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     x = torch.zeros(4, 8)
-    one = Alike((x,))
+    one = TensorLayout((x,))
     with torch.autocast("cpu"):
         assert not one.same((x,))
     with FlopCounterMode(display=False):
@@ -116,7 +116,7 @@ def test_no_tensor_is_kept_alive() -> None:
     import weakref
 
     x = torch.zeros(4, 8)
-    one, gone = Alike((x,)), weakref.ref(x)
+    one, gone = TensorLayout((x,)), weakref.ref(x)
     del x
     assert gone() is None
     assert one.same((torch.zeros(4, 8),))

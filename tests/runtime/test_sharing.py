@@ -24,8 +24,8 @@ from tlxgen.db.store import MOST_UNTUNED, Store
 from tlxgen.devices import target
 from tlxgen.errors import LaunchError
 from tlxgen.problem import Problem
+from tlxgen.runtime import call_checks, plans
 from tlxgen.runtime import kernel as runtime
-from tlxgen.runtime import plans
 from tlxgen.runtime.kernel import Kernel
 from tlxgen.runtime.launch import SlimDescriptor
 from tlxgen.runtime.plans import Once
@@ -312,8 +312,9 @@ class TestRefusals:
         others = {0: H200, 1: target("h100-pcie")}
         output = SimpleNamespace(device=torch.device("cuda", 1))
         monkeypatch.setattr(devices, "detect", others.get)
+        monkeypatch.setattr(call_checks, "KIND", "cuda")
         with pytest.raises(LaunchError, match=r"chosen for h200.*h100-pcie"):
-            runtime._refuse_another_gpu(gemm(512), H200, output)  # type: ignore[arg-type]
+            call_checks.refuse_other_devices(gemm(512), H200, {}, output)  # type: ignore[arg-type]
 
 
 class TestSecondCalls:

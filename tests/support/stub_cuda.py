@@ -1,8 +1,8 @@
-"""A CUDA driver that computes nothing and prints each launch: what Triton's own launchers hand over, on no GPU.
+"""A stand-in CUDA driver that prints each launch instead of running it, to test Triton's launchers without a GPU.
 
 Run as a script with an operator's name and a folder, it launches that operator's plain Triton kernel through
-`tlxgen.runtime.launch`. The driver prints what reached it, the script what it gave: grid, and each argument with its type. A
-third word, `ordinary`, says that there is no dispatcher.
+`tlxgen.runtime.launch`. The driver prints what it received, the script what it passed: grid, and each argument with its
+type. A third word, `ordinary`, means that there is no dispatcher.
 """
 
 from __future__ import annotations

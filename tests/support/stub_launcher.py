@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tlxgen import devices
 from tlxgen.devices import target
-from tlxgen.runtime import kernel, plans, repeat
+from tlxgen.runtime import call_checks, kernel, plans, repeat
 from tlxgen.runtime.launch import SlimDescriptor
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def no_card(patch: pytest.MonkeyPatch, launcher: type[Any], kind: str) -> Iterat
     patch.setattr(plans, "is_capturing", lambda: False)
     patch.setattr(plans, "raw_stream", lambda _: 0)
     patch.setattr(plans, "current_device", lambda: 0)
-    patch.setattr(kernel, "_KIND", kind)
+    patch.setattr(call_checks, "KIND", kind)
     patch.setattr(kernel, "_current_device", lambda: 0)
     patch.setattr(devices, "detect", lambda _=None: target("h200"))
     kernel.forget()

@@ -19,7 +19,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from tlxgen._version import __version__
-from tlxgen.codegen import line_breaks
 from tlxgen.config import Config
 from tlxgen.ops.base import Operator
 from tlxgen.problem import Problem
@@ -113,7 +112,9 @@ def _lines_without_effect(module: ast.Module) -> set[int]:
 
 def _wrapped(words: Iterable[str]) -> str:
     """Words of the header, continued below each other where they fill more than a line."""
-    return f"\n{' ' * HEADER_INDENT}".join(textwrap.wrap(" ".join(words), line_breaks.WIDTH - HEADER_INDENT))
+    from tlxgen.codegen.line_breaks import WIDTH
+
+    return f"\n{' ' * HEADER_INDENT}".join(textwrap.wrap(" ".join(words), WIDTH - HEADER_INDENT))
 
 
 def emit(operator: Operator[Any], problem: Problem, config: Config) -> KernelSource:

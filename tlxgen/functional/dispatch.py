@@ -11,7 +11,7 @@ from torch import Tensor
 from tlxgen.runtime.caches import CACHES
 from tlxgen.runtime.checks import PLAIN, autocast_anywhere, plain, transformed, transformed_in_graph
 from tlxgen.runtime.kernel import Kernel
-from tlxgen.runtime.layout import Alike
+from tlxgen.runtime.layout import TensorLayout
 from tlxgen.runtime.pinning import Pin, pinned
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class CallCache(Generic[T]):
 
     def __init__(self, operator: str) -> None:
         self._operator = operator
-        self._found: dict[Hashable, tuple[tuple[Alike, Pin | None, T], ...]] = {}
+        self._found: dict[Hashable, tuple[tuple[TensorLayout, Pin | None, T], ...]] = {}
         CACHES.append(self._found)
 
     def get(self, options: Hashable, tensors: Sequence[Any]) -> T | None:
@@ -47,7 +47,7 @@ class CallCache(Generic[T]):
         others = tuple(one for one in self._found.get(key, ()) if not one[0].same(tensors))
         if len(self._found) >= _MOST:  # lengths may grow with every call
             self._found.clear()
-        self._found[key] = ((Alike(tensors), pin, served), *others)[:_MOST_ALIKE]
+        self._found[key] = ((TensorLayout(tensors), pin, served), *others)[:_MOST_ALIKE]
 
 
 def _key(options: Hashable, tensors: Sequence[Any]) -> Hashable:

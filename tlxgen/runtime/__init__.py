@@ -6,7 +6,7 @@ from typing import Any
 
 
 def _chosen_again(problem: Any) -> Any:
-    """What kernels that were pickled by earlier versions are unpickled by."""
+    """Unpickles kernels that were pickled by earlier versions."""
     from tlxgen.runtime.kernel import kernel_for
 
     return kernel_for(problem)

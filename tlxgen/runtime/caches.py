@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from typing import Any
 
-#: Dicts that hold kernels, or what was found out about them.
+#: Dicts that hold kernels or results about them.
 CACHES: list[dict[Any, Any]] = []

@@ -1,4 +1,7 @@
-"""Checks on a call: which tensors a kernel takes, and the modes of torch that the call is made in."""
+"""Which tensors a drop-in function may pass to a kernel, and the modes of torch that forbid it (autocast, functorch).
+
+The checks of a kernel's own call are in `tlxgen.runtime.call_checks`.
+"""
 
 from __future__ import annotations
 
@@ -10,60 +13,60 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-#: The kind of device that kernels are for.
+#: Type of the devices that kernels run on.
 DEVICE = "cuda"
-#: Whose parts kernels see: a subclass may have others, or say something else of itself.
+#: Types whose memory is their value; a subclass may hold more, or override operations.
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def plain(tensors: Sequence[Any]) -> bool:
-    """Whether these are tensors without more to them than torch knows."""
+    """Whether all are tensors or parameters, not subclasses."""
     return all(type(tensor) in PLAIN for tensor in tensors)
 
 
 def seen(*tensors: Tensor) -> bool:
-    """Whether kernels see all that there is to these tensors: plain ones with strides, none negated, on one GPU."""
-    if not plain(tensors):  # no tensors, for one, which torch refuses in its own words
+    """Whether a kernel can read these tensors: no subclasses, strided, not negated views, on one GPU."""
+    if not plain(tensors):  # also refuses what is no tensor; torch raises the error
         return False
     device = tensors[0].device
     if device.type != DEVICE or any(
         tensor.device != device or tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors
     ):
         return False
-    # What memory holds is not what a negated view says. A compiler cannot trace the question; the call itself refuses.
+    # The memory of a negated view is not its value. A compiler cannot trace `is_neg`; the call itself checks again.
     return torch.compiler.is_compiling() or not any(tensor.is_neg() for tensor in tensors)
 
 
 def converted(tensor: Tensor) -> bool:
-    """Whether torch would convert a tensor on a GPU before it computes: autocast to another dtype."""
+    """Whether autocast would convert a tensor on a GPU to another dtype."""
     return torch.is_autocast_enabled(DEVICE) and torch.get_autocast_dtype(DEVICE) != tensor.dtype
 
 
 def transformed() -> bool:
-    """Whether operations are vectorised or differentiated by what a kernel launch escapes: functorch, dual numbers."""
+    """Whether functorch, a dispatch mode, tracing or forward-mode AD is active, which would miss a kernel launch."""
     if _functorch_active() or _dispatch_modes() > 0 or _tracing_state() is not None:
         return True
     return forward_ad._current_level >= 0  # noqa: SLF001 - no public way
 
 
 def transformed_in_graph() -> bool:
-    """As `transformed`, of what a compiler traces: operators of `torch.library` would drop tangents there."""
+    """As `transformed`, while a compiler traces: operators of `torch.library` would drop tangents."""
     return _functorch_active() or forward_ad._current_level >= 0  # noqa: SLF001 - no public way
 
 
-transformed_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - see `tlxgen.functional.library.kernels_here`
+transformed_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - see `tlxgen.functional.dispatch.kernels_here`
 
 
-# On the way of every call; none of them has a public name.
+# Called in every call; none has a public name.
 _functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 _tracing_state: Callable[[], Any] = torch._C._get_tracing_state  # noqa: SLF001
-#: Whether autocast is on for any kind of device.
+#: Whether autocast is on for any device type.
 autocast_anywhere: Callable[[], bool] = torch._C._is_any_autocast_enabled  # noqa: SLF001
 
 
 def unseen(tensors: Sequence[Any]) -> str | None:
-    """What of torch's would not learn of a kernel's launch, and go on with wrong values; None as a rule."""
+    """Why torch would miss a kernel launch and continue with wrong values (tracing, tangents), or None."""
     if _tracing_state() is not None or (_dispatch_modes() > 0 and any(map(_mode, _INFRASTRUCTURE))):
         return "operations are traced, or have no values, and a kernel's launch would not be seen"
     if forward_ad._current_level >= 0 and any(  # noqa: SLF001 - no public way
@@ -75,7 +78,7 @@ def unseen(tensors: Sequence[Any]) -> str | None:
 
 _unpacked: Callable[[Tensor], Any] = forward_ad.unpack_dual
 
-#: Modes in which tensors stand for others.
+#: Modes in which tensors are placeholders.
 _INFRASTRUCTURE = tuple(
     getattr(torch._C._TorchDispatchModeKey, name)  # noqa: SLF001 - no public way
     for name in ("FAKE", "PROXY", "FUNCTIONAL")
@@ -83,16 +86,16 @@ _INFRASTRUCTURE = tuple(
 _mode: Callable[[Any], Any] = torch._C._get_dispatch_mode  # noqa: SLF001 - likewise
 
 
-#: Kinds of devices that have autocast, of those that tensors come here on.
+#: Device types with autocast.
 _AUTOCAST = frozenset({"cpu", "cuda"})
 
 
 def autocast(tensor: Tensor) -> bool:
-    """Whether autocast may convert tensors on the device of this one."""
+    """Whether autocast is on for the tensor's device type."""
     kind = tensor.device.type
     return kind in _AUTOCAST and torch.is_autocast_enabled(kind)
 
 
 def as_given(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Where autocast converts nothing; entered only where it would, since that takes its time."""
+    """A context without autocast; a null context where it is off, which is faster."""
     return torch.autocast(tensor.device.type, enabled=False) if autocast(tensor) else nullcontext()

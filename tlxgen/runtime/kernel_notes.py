@@ -1,9 +1,8 @@
-"""Kernels that were served before, found again without search space, template and tokens.
+"""Notes of emitted files, by which a new process finds the kernel of an earlier one without emitting it.
 
-Whether a config is legal and which code it emits takes a new process 40 ms to find out: YAML, expressions and jinja2 to
-import, a template to render, its tokens to hash, and all that for a file which the last process has written. A note
-remembers which file, under everything that decides it: problem, config, GPU, and every byte of tlxgen's own code,
-templates and search spaces.
+Checking that a config is legal and emitting its code takes a new process 40 ms: importing YAML, simpleeval and jinja2,
+rendering, hashing tokens. A note stores the emitted file's name under everything that decides it: problem, config, GPU,
+and the content of tlxgen's deciding code, templates and search spaces.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _DECIDING = ("codegen", "ops", "space")
 
 
 def recall(problem: Problem, config: Config, gpu: Gpu) -> KernelSource | None:
-    """What `emit` would make of a config that is legal for the problem on this GPU; None if that is not known."""
+    """The source that `emit` would return, if a note says that the config is legal on this GPU; else None."""
     parts = _parts(problem, config, gpu)
     note = None if parts is None else notes.recall(_KIND, parts)
     if note is None:
@@ -39,16 +38,16 @@ def recall(problem: Problem, config: Config, gpu: Gpu) -> KernelSource | None:
     try:
         text = (paths.kernel_dir() / note["file"]).read_text(encoding="utf-8")
         source = KernelSource(problem.operator, problem, config, text)
-        if source.file_name != note["file"]:  # which holds a hash of what the file should hold
+        if source.file_name != note["file"]:  # the name contains a hash of the content
             return None
-        vars(source)["code_hash"] = str(note["code_hash"])  # in place of what the property would work out
+        vars(source)["code_hash"] = str(note["code_hash"])  # fills the cached property
     except (OSError, KeyError, TypeError, ValueError):
         return None
     return source
 
 
 def remember(source: KernelSource, gpu: Gpu) -> None:
-    """Notes what was emitted for a config that is legal, and written where emitted kernels are."""
+    """Notes the emitted file of a legal config."""
     content = {"file": source.file_name, "code_hash": source.code_hash}
     parts = _parts(source.problem, source.config, gpu)
     if parts is not None:
@@ -65,10 +64,9 @@ def _parts(problem: Problem, config: Config, gpu: Gpu) -> list[str] | None:
 
 @cache
 def _everything(templates: Path, spaces: Path) -> str | None:
-    """Hash of all that legality and code come from: contents, for times and sizes may agree where contents do not.
+    """Hash of the content of all files that decide legality and emitted code.
 
-    None if some of it is younger than this process's import of it: what runs here is not what the files say. None as
-    well if some of it cannot be read.
+    None if a file is younger than this process, which may then run older code, or cannot be read.
     """
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
@@ -90,7 +88,7 @@ def _everything(templates: Path, spaces: Path) -> str | None:
 
 
 def _files(folder: str, ending: str, *, deep: bool, within: str = "") -> Iterator[tuple[str, str]]:
-    """Names and paths, in order. `Path` would take as long as all the rest, here and below."""
+    """Names and paths of files, sorted; with `os.scandir`, since `Path` would double the time."""
     with os.scandir(folder) as entries:
         children = sorted(entries, key=lambda entry: entry.name)
     for child in children:
@@ -101,7 +99,7 @@ def _files(folder: str, ending: str, *, deep: bool, within: str = "") -> Iterato
 
 
 def _read(path: str) -> tuple[bytes, float]:
-    """What a file holds, and when it was last changed, at the time of the reading or later."""
+    """Content of a file, and the time of its last change, read after the content."""
     file = os.open(path, os.O_RDONLY)
     try:
         return b"".join(iter(lambda: os.read(file, _CHUNK), b"")), os.fstat(file).st_ctime
@@ -110,5 +108,5 @@ def _read(path: str) -> tuple[bytes, float]:
 
 
 def forget() -> None:
-    """Reads the code anew."""
+    """Drops the cached hash."""
     _everything.cache_clear()

@@ -1,11 +1,11 @@
-"""A compiled kernel, launched with as little in between as possible.
+"""`Launcher`: launches a compiled kernel with little host time.
 
 fbtriton's C dispatcher takes grid, stream and arguments and calls `cuLaunchKernelEx`; it reads four attributes of a
 tensor descriptor, so descriptors here have no more than those. Where there is no dispatcher (too many arguments, TF32
 rounding in the descriptor, upstream's triton, an AMD GPU), Triton's ordinary launcher is used.
 
-Triton would build the dispatcher by itself if its setting `TRITON_USE_C_DISPATCHER` were on. That one is the user's,
-and of the whole process: here it is neither read nor changed.
+Triton builds the dispatcher itself if `TRITON_USE_C_DISPATCHER` is set. That setting belongs to the user and to the
+whole process, so it is neither read nor changed here.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from weakref import WeakSet
 
 from tlxgen.codegen.compile import Architecture, compile_kernel
 
-#: What is loaded; changed and read under the lock, as a set must not grow while it is walked.
+#: Loaded binaries; the lock guards iteration against additions.
 _LAUNCHERS: WeakSet[Launcher] = WeakSet()
 _LOCK = threading.Lock()
 
 
 class SlimDescriptor:
-    """What the dispatcher reads of `triton.tools.tensor_descriptor.TensorDescriptor`, without its checks.
+    """The attributes of Triton's `TensorDescriptor` that the dispatcher reads, without its checks.
 
-    The caller has checked already (`Operator.launchable`): base 16-byte aligned, last stride 1, the others multiples
+    `Operator.launchable` has checked: base 16-byte aligned, last stride 1, the others multiples
     of 16 bytes.
     """
 
@@ -94,9 +94,9 @@ class Launcher:
 
 
 def _dispatcher(compiled: Any) -> tuple[Callable[..., None] | None, tuple[int, ...] | None]:
-    """The dispatcher of a loaded binary by fbtriton, and which arguments it takes; nothing where it has none.
+    """The dispatcher of a binary loaded by fbtriton, and the arguments that it takes; None if there is none.
 
-    As `CompiledKernel._build_dispatcher` makes it, which asks the user's setting whether it may.
+    Built as in `CompiledKernel._build_dispatcher`, which would read the user's setting.
     """
     described = compiled.asm.get("launch_metadata")  # upstream's compiler writes none, and fbtriton's none for AMD
     if described is None:
@@ -114,7 +114,7 @@ def _dispatcher(compiled: Any) -> tuple[Callable[..., None] | None, tuple[int, .
 
 @atexit.register
 def _leave_loaded() -> None:
-    """Triton unloads what Python forgets, at the interpreter's end too, when it is half gone and says so on stderr."""
+    """Keeps binaries loaded at interpreter exit, where Triton's unloading would fail and print errors."""
     with _LOCK:
         loaded = list(_LAUNCHERS)
     for launcher in loaded:

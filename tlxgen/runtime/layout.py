@@ -1,7 +1,7 @@
-"""Whether tensors lie in memory as others did: all that checks and plans ask of tensors, but for their addresses.
+"""`TensorLayout`: compares tensors with those of an earlier call in all that checks and plans depend on but addresses.
 
-Torch's compiler guards its graphs by such a question, asked in C++ for a tenth of what Python takes. Its class has no
-public name, so it is believed once it has told apart what must be, and Python asks where it has not.
+Torch's compiler has such guards in C++, ten times as fast as Python. Their class is not public, so it is used only if a
+self-test shows that it distinguishes everything that matters; otherwise Python compares.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from tlxgen.runtime.checks import autocast, plain
 
-#: Bytes that addresses are told apart by: what Triton, TMA and cp.async know of alignment.
+#: Alignment in bytes that Triton, TMA and cp.async depend on.
 _ALIGNMENT = 16
 _LOW = _ALIGNMENT - 1
 _data_ptr = Tensor.data_ptr
 
 
-class Alike:
-    """The tensors of one call, in order, without their memory; asked of those of another."""
+class TensorLayout:
+    """Dtypes, shapes, strides, alignment and devices of one call's tensors, in order."""
 
     __slots__ = ("_count", "_low", "_no_grad", "_placed", "_same")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Of plain tensors; see `plain`."""
+        """Takes plain tensors (`checks.plain`)."""
         self._count = len(tensors)
         addresses = list(map(_data_ptr, tensors))
         self._low = [address & _LOW for address in addresses]
@@ -36,7 +36,7 @@ class Alike:
         self._same = _guarded(tensors) or _compared(tensors)
 
     def same(self, tensors: Sequence[Any]) -> bool:
-        """Whether these lie alike, at any address, and autograd need not know of the call."""
+        """Whether these tensors have this layout, at any address, and autograd does not record the call."""
         return (
             len(tensors) == self._count
             and not any(map(_nested, tensors))
@@ -45,27 +45,27 @@ class Alike:
         )
 
     def addresses(self, tensors: Sequence[Any]) -> list[int] | None:
-        """Where tensors are that lie alike, aligned alike too; None for others."""
+        """Addresses of tensors of the same layout and alignment; None for others."""
         if (
             len(tensors) != self._count
             or any(map(_nested, tensors))
             or not self._same(*tensors)
-            or (self._no_grad and torch.is_grad_enabled())  # as `same`, at less
+            or (self._no_grad and torch.is_grad_enabled())  # as `same`, but faster
         ):
             return None
         found = list(map(_data_ptr, tensors))
-        if self._placed and 0 in found:  # memory that was given back
+        if self._placed and 0 in found:  # freed memory
             return None
         return found if [address & _LOW for address in found] == self._low else None
 
 
 def _nested(tensor: Any) -> bool:
-    """Of which the guards in C++ cannot be asked: they would end the process."""
+    """Whether a tensor is nested, on which the C++ guards would crash."""
     return getattr(tensor, "is_nested", False) is True
 
 
 def _compared(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """The question in Python."""
+    """The comparison in Python."""
     expected = [_told(tensor) for tensor in tensors]
 
     def same(*others: Any) -> bool:
@@ -81,16 +81,16 @@ def _told(x: Tensor) -> tuple[Any, ...]:
 
 
 def _modes() -> tuple[bool, int]:
-    """What torch's dispatcher would do beside the operation itself."""
+    """Dispatch keys and modes that affect an operation."""
     transforms: bool = torch._C._are_functorch_transforms_active()  # noqa: SLF001 - no public way
     modes: int = torch._C._len_torch_dispatch_stack()  # noqa: SLF001 - the same
     return transforms, modes
 
 
 def _guarded(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """The question in C++, which tells dispatch keys apart too: modes, autocast, transforms, negated views.
+    """The comparison in C++, or None if it refuses the tensors, for example one that is passed twice.
 
-    None where it would not take the tensors themselves, such as one that is given twice.
+    It also covers dispatch keys: modes, autocast, transforms, negated views.
     """
     if not _believed():
         return None
@@ -109,7 +109,7 @@ def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 @cache
 def _believed() -> bool:
-    """Whether this torch has the guards, and they see each difference that there may be."""
+    """Whether this torch has the guards and they pass the self-test."""
     with torch.inference_mode(False), torch.device("cpu"):
         z = torch.zeros(4, 6, dtype=torch.complex64)
         x, leaf = torch.zeros(4, 6), torch.zeros(4, 6, requires_grad=True)
@@ -133,6 +133,6 @@ def _believed() -> bool:
             right = [same(x.clone()), views(z.clone().imag), both(leaf.detach().requires_grad_(), x.clone())]
             with torch.autocast("cpu"):
                 told.append(same(x))
-        except Exception:  # noqa: BLE001 - whatever another torch makes of it
+        except Exception:  # noqa: BLE001 - another torch may raise anything
             return False
     return all(right) and not any(told)

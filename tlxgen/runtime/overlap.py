@@ -1,4 +1,4 @@
-"""Whether two tensors share memory: a kernel that writes where it reads gives wrong numbers without an error."""
+"""Whether tensors share memory. A kernel that writes where it reads would give wrong numbers without an error."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
     import torch
 
-#: Numbers that numpy may try before it gives up: half a millisecond. Slices, transposes and packed heads need one.
+#: Work limit of numpy, half a millisecond. Slices, transposes and packed heads need one step.
 _WORK = 10_000
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether an element of one lies in memory that the other has.
+    """Whether an element of one tensor shares memory with an element of the other.
 
-    Exact, but that tensors count as sharing memory which only more than `_WORK` would show to be apart.
+    Exact, except that True is returned where deciding would take more than `_WORK` steps.
     """
     first, second = _bytes(one), _bytes(other)
     if first is None or second is None or first[0] >= second[1] or second[0] >= first[1]:
@@ -25,16 +25,16 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether each element of one is that element of the other."""
+    """Whether both tensors have the same elements at the same addresses."""
     lies = (one.data_ptr(), one.shape, one.stride(), one.dtype)
     return lies == (other.data_ptr(), other.shape, other.stride(), other.dtype)
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory; as exact as `overlap`.
+    """Whether two elements of a tensor share memory; as exact as `overlap`.
 
-    Dimensions are added one by one, shortest stride first. What those so far reach fits between two steps of the next,
-    or else what lies at its first step is held against all later ones.
+    Dimensions are added one by one, shortest stride first. If the extent so far does not fit between two steps of the
+    next dimension, the block at its first step is compared with all later ones.
     """
     if not tensor.numel():
         return False
@@ -52,7 +52,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Addresses of the first byte and of the one after the last; None where there is no memory."""
+    """Addresses of the first byte and after the last; None for a tensor without memory."""
     start = tensor.data_ptr()
     if not start or not tensor.numel():
         return None
@@ -61,10 +61,10 @@ def _bytes(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 class _Placed:
-    """Where elements lie, told as numpy asks for it; of no dtype, as numpy has none for bfloat16 and eight bits."""
+    """An array interface for `numpy.shares_memory`, as raw bytes, since numpy has no bfloat16 or 8-bit floats."""
 
     def __init__(self, start: int, dimensions: Sequence[tuple[int, int]], width: int) -> None:
-        """Of sizes and strides, in elements of so many bytes."""
+        """Takes sizes, and strides in elements of `item` bytes."""
         self.__array_interface__ = {
             "version": 3,
             "typestr": f"|V{width}",
@@ -79,11 +79,11 @@ def _placed(tensor: torch.Tensor, start: int) -> _Placed:
 
 
 def _shared(one: _Placed, other: _Placed) -> bool:
-    """Whether a byte of one is one of the other, or that is hard to say; memory is not read, and may be a GPU's."""
+    """Whether the tensors share a byte, or that is too hard to decide; memory is not read, so it may be a GPU's."""
     import numpy as np
 
     try:
-        # Its annotation knows only two of the numbers that it takes.
+        # Its annotation allows only two of the accepted numbers.
         return np.shares_memory(np.asarray(one), np.asarray(other), max_work=_WORK)  # type: ignore[arg-type]
     except (np.exceptions.TooHardError, OverflowError):
         return True

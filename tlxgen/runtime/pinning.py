@@ -1,10 +1,10 @@
-"""Configs that the user chose, in place of the search for one.
+"""Pinned configs: chosen by the user, by `pin` or an environment variable.
 
-    with tlxgen.pin("gemm", "gemm_vanilla block_m=128 ..."):  # whatever asks for a gemm kernel in this block
+    with tlxgen.pin("gemm", "gemm_vanilla block_m=128 ..."):  # all gemm kernels in this block
         ...
-    TLXGEN_PIN_GEMM="gemm_vanilla block_m=128 ..." python serve.py  # or in this process
+    TLXGEN_PIN_GEMM="gemm_vanilla block_m=128 ..." python serve.py  # or the whole process
 
-A pin covers many problems: where it is not legal the choice goes on as if there were none, and says so.
+A pin applies to many problems; where it is not legal, the choice continues as without it and says so.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tlxgen.errors import InvalidConfigError
 #: Followed by the operator's name in capitals.
 VARIABLE = "TLXGEN_PIN_"
 
-#: Of this thread or task, by operator.
+#: Pins of this thread or task, by operator.
 _PINS: ContextVar[Mapping[str, Config] | None] = ContextVar("tlxgen_pins", default=None)
 
 
 @dataclass(frozen=True)
 class Pin:
-    """A config, and who asks for it."""
+    """A pinned config and where the pin comes from."""
 
     config: Config
     by: str
@@ -40,7 +40,7 @@ class Pin:
 def as_config(operator: str, given: Config | str | Mapping[str, Any]) -> Config:
     """A config as users write it: a `Config`, the line that `show` prints, or `{"template": ..., "params": {...}}`.
 
-    One that was written before a parameter came is completed, as rows are (`tlxgen.space.absent`).
+    Parameters that were added to the search space since are filled in, as in rows (`tlxgen.space.absent`).
 
     Raises:
         InvalidProblemError: no such operator.
@@ -56,7 +56,7 @@ def as_config(operator: str, given: Config | str | Mapping[str, Any]) -> Config:
         except (TypeError, ValueError) as error:
             first = str(error).splitlines()[0]
             raise InvalidConfigError(f"config {given!r} has no template and params: {first}") from None
-    from tlxgen.space import absent, search_space  # brings YAML and more, of which a process without pins has no need
+    from tlxgen.space import absent, search_space  # imports YAML: not for processes without pins
 
     config = absent.completed(config)
     outside = search_space.why_outside(ops.get(operator), config)
@@ -67,7 +67,7 @@ def as_config(operator: str, given: Config | str | Mapping[str, Any]) -> Config:
 
 @contextmanager
 def pin(operator: str, config: Config | str | Mapping[str, Any]) -> Iterator[Config]:
-    """Within the block, in this thread or task, kernels of the operator have this config where it is legal.
+    """Pins a config for the operator's kernels within the block, in this thread or task, where it is legal.
 
     Raises:
         InvalidProblemError: no such operator.
@@ -82,7 +82,7 @@ def pin(operator: str, config: Config | str | Mapping[str, Any]) -> Iterator[Con
 
 
 def pinned(operator: str) -> Pin | None:
-    """The innermost block's pin, else that of the environment, which is read once.
+    """The innermost block's pin, or else the environment's, which is cached.
 
     Raises:
         InvalidConfigError: what the environment variable names lies outside the operator's search spaces.
@@ -91,7 +91,7 @@ def pinned(operator: str) -> Pin | None:
     return _of_environment(operator) if chosen is None else Pin(chosen, "tlxgen.pin")
 
 
-@lru_cache(maxsize=32)  # on the way of every call of `tlxgen.functional`
+@lru_cache(maxsize=32)  # part of every call of `tlxgen.functional`
 def _of_environment(operator: str) -> Pin | None:
     variable = VARIABLE + operator.upper()
     text = os.environ.get(variable)
@@ -104,5 +104,5 @@ def _of_environment(operator: str) -> Pin | None:
 
 
 def forget() -> None:
-    """Reads the environment anew."""
+    """Drops the cached environment."""
     _of_environment.cache_clear()

@@ -1,7 +1,7 @@
-"""How one call is computed once its kernel is chosen: a compiled binary and what makes its arguments, or torch.
+"""Plans: how a call is computed once its config is chosen, by a compiled binary and its `arguments`, or by torch.
 
-Plans know nothing of the problem that they were first made for. Calls whose kernels have the same code, and whose
-arguments Triton specialises alike, share a module, a binary and a plan, whatever their sizes.
+Plans do not depend on the problem. Calls whose kernels have the same code and whose arguments have the same Triton
+specialization share a module, a binary and a plan, whatever their sizes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _THREAD = threading.local()
 
 
 class Plan(Protocol):
-    """One way to compute."""
+    """A way to compute a call."""
 
     def launch(self, inputs: dict[str, Any], output: torch.Tensor) -> None:
         """Writes the result to `output`."""
 
     def replay(self, inputs: dict[str, Any], order: Sequence[str], output: torch.Tensor) -> Replay | None:
-        """A faster way for calls like this one, of tensors in this order and `output` last; None if there is none."""
+        """A `Replay` for tensors of this layout, in this order with `output` last; None if there is none."""
 
 
 class TorchPlan:
@@ -86,13 +86,13 @@ class KernelPlan:
             vars(module).update(arguments=with_names(self._module.arguments, torch=torch_there))
             return self._arguments(module, inputs, output, **self._options)
 
-        from tlxgen.runtime.replay import Replay, trace  # of no use to a first call
+        from tlxgen.runtime.replay import Replay, trace  # not used in a first call
 
         found = trace(arguments, inputs, order, output)
         return None if found is None else Replay(found, self._launcher, output.device)
 
     def dispatch(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
-        """Hands a launch to the driver."""
+        """Passes a launch to the driver."""
         if current_device() == self._device:
             self._launcher(grid, raw_stream(self._device), args)
             return
@@ -101,7 +101,7 @@ class KernelPlan:
 
 
 def on_host(arguments: FunctionType) -> FunctionType:
-    """An emitted `arguments` with a plain `triton.cdiv`: Triton's own does for kernels too, and takes 2 to 4 us."""
+    """An emitted `arguments` with a Python `cdiv`; Triton's, which also works in kernels, takes 2 to 4 us."""
     names = arguments.__globals__
     if "triton" not in names:
         return arguments
@@ -111,7 +111,7 @@ def on_host(arguments: FunctionType) -> FunctionType:
 
 
 def with_names(function: FunctionType, **names: Any) -> FunctionType:
-    """The function where these names mean something else."""
+    """A copy of the function with some globals replaced."""
     made = FunctionType(function.__code__, {**function.__globals__, **names}, argdefs=function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
@@ -122,7 +122,7 @@ def _cdiv(a: int, b: int) -> int:
 
 
 class Once:
-    """Values by key, each made once however many threads ask for it at the same time; a failure is not kept."""
+    """A thread-safe cache that computes each value once; failures are not cached."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -130,7 +130,7 @@ class Once:
         self._making: dict[Any, threading.Lock] = {}
 
     def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The value of a key, made by `make` if need be."""
+        """The value of a key, computed by `make` on a miss."""
         value = self._values.get(key)
         if value is not None:
             return value
@@ -149,7 +149,7 @@ class Once:
         return key in self._values
 
     def clear(self) -> None:
-        """Forgets all values."""
+        """Drops all values."""
         with self._lock:
             self._values.clear()
             self._making.clear()
@@ -162,10 +162,10 @@ LOADED = Once()
 def kernel_plan(
     operator: Operator[Any], source: KernelSource, gpu: Gpu, inputs: dict[str, Any], output: torch.Tensor
 ) -> KernelPlan:
-    """The plan for tensors like these, compiled and loaded if no call before needed the same binary.
+    """The plan for tensors of this layout; compiles and loads the binary if needed.
 
     Raises:
-        Exception: whatever the compiler or the driver says.
+        Exception: any error of the compiler or driver.
     """
     module = loader.load(source)
     device = output.device.index or 0
@@ -182,7 +182,7 @@ def kernel_plan(
 def is_loaded(
     operator: Operator[Any], source: KernelSource, gpu: Gpu, inputs: dict[str, Any], output: torch.Tensor
 ) -> bool:
-    """Whether `kernel_plan` would compile and load nothing, so that it may be asked while a CUDA graph is captured."""
+    """Whether `kernel_plan` would neither compile nor load, and so may be called during a graph capture."""
     module = loader.loaded(source)
     return module is not None and _key(operator, module, gpu, inputs, output)[0] in LOADED
 
@@ -190,7 +190,7 @@ def is_loaded(
 def _key(
     operator: Operator[Any], module: Any, gpu: Gpu, inputs: dict[str, Any], output: torch.Tensor
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What decides the binary of a call, and the kernel's arguments."""
+    """Cache key of a call's binary, and the kernel's arguments."""
     from tlxgen.codegen.compile import specialization
 
     _, args = operator.arguments(module, inputs, output, num_sms=gpu.sm_count)
@@ -198,7 +198,7 @@ def _key(
 
 
 def on_device(device: int) -> AbstractContextManager[Any]:
-    """A block in which this CUDA device is the current one."""
+    """A context in which this CUDA device is current."""
     return torch.cuda.device(device)
 
 
@@ -208,17 +208,17 @@ def is_capturing() -> bool:
 
 
 def current_device() -> int:
-    """The current device, with a CUDA context in this thread: the dispatcher expects one, and a new thread has none."""
+    """The current device; creates a CUDA context in this thread, which the dispatcher expects."""
     try:
-        _THREAD.ready  # noqa: B018 - whether it is there
+        _THREAD.ready  # noqa: B018 - tests that it exists
     except AttributeError:
         torch.cuda.set_device(torch.cuda.current_device())
         _THREAD.ready = True
-    device: int = torch._C._cuda_getDevice()  # noqa: SLF001 - the public way asks first whether CUDA is initialised
+    device: int = torch._C._cuda_getDevice()  # noqa: SLF001 - the public function first checks that CUDA is initialised
     return device
 
 
 def raw_stream(device: int) -> int:
-    """The caller's current stream; `torch.cuda.current_stream().cuda_stream` is the public way, and 8 us slower."""
+    """The caller's current stream; the public `torch.cuda.current_stream().cuda_stream` is 8 us slower."""
     stream: int = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001
     return stream

@@ -1,4 +1,7 @@
-"""A call like one before: checked no more, its plan known, its arguments those of that call but for addresses."""
+"""`Repeat`: serves calls of the form and tensor layout of an earlier one, without checks and planning.
+
+It launches by a `Replay` (`tlxgen.runtime.replay`), which reuses all arguments but addresses, or else by the plan.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from tlxgen.runtime import plans
 from tlxgen.runtime.checks import plain, unseen
-from tlxgen.runtime.layout import Alike
+from tlxgen.runtime.layout import TensorLayout
 from tlxgen.runtime.plans import Plan
 from tlxgen.runtime.replay import allocator
 
@@ -19,12 +22,13 @@ if TYPE_CHECKING:
     from tlxgen.runtime.replay import Replay
 
 _NUMBERS = frozenset({int, float, bool, type(None)})
-#: Which of the repeats is traced: it takes the time that seven save, and in decoding each length comes once a layer.
+#: The repeat that is traced for a Replay. Tracing takes the time that seven calls save, and in decoding a length occurs
+#: once per layer.
 TRACED_AT = 4
 
 
 class Repeat:
-    """One way that a call's tensors lie, with its numbers, for one kernel; asked of each call of that form."""
+    """The layout and numbers of an earlier call, and its plan."""
 
     __slots__ = (
         "_alike",
@@ -55,24 +59,24 @@ class Repeat:
         in_place: str,
         also_written: Sequence[str] = (),
     ) -> None:
-        """Of a call that was checked, and computed as planned; see `repeatable`.
+        """Takes a call that was checked and computed; see `repeatable`.
 
         Args:
-            plan: computes tensors that lie like these.
-            inputs: all of the call's, by name.
-            order: names of the tensors that it took by position.
-            named: what it took by name.
+            plan: of tensors of this layout.
+            inputs: all inputs of the call, by name.
+            order: names of the positional tensors.
+            named: keyword arguments.
             output: the result.
-            written: whether the caller gave it.
-            in_place: name of the input that may be the result itself; it must overlap no other.
-            also_written: names of inputs that the kernel writes; they must overlap no other, either.
+            written: whether the caller passed the output.
+            in_place: name of the input that may be the output; it must not overlap others.
+            also_written: names of inputs that the kernel writes; they must not overlap others.
         """
         self._named = tuple(name for name, value in named.items() if isinstance(value, Tensor))
         self._numbers = tuple((name, type(value), value) for name, value in named.items() if name not in self._named)
         self._order = (*order, *self._named)
         self._others = {name: value for name, value in inputs.items() if name not in self._order}
         tensors = tuple(inputs[name] for name in self._order)
-        self._alike = Alike((*tensors, output) if written else tensors)
+        self._alike = TensorLayout((*tensors, output) if written else tensors)
         self._apart = [
             (-1, _reach(output), index, _reach(tensor), self._order[index] == in_place and _lies_as(tensor, output))
             for index, tensor in enumerate(tensors if written else ())
@@ -93,11 +97,11 @@ class Repeat:
         self._replay: Replay | None = None
 
     def like(self, tensors: Sequence[Any]) -> bool:
-        """Whether a call of this form on these tensors, output last if given, is like the one before."""
+        """Whether tensors, output last if given, have the layout of the earlier call."""
         return self._alike.addresses(tensors) is not None
 
     def chosen(self, tensors: tuple[Any, ...], out: Tensor | None, named: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """A call's tensors in order; None where its numbers are others."""
+        """The call's tensors in order; None if its numbers differ."""
         for name, kind, value in self._numbers:
             given = named[name]
             if type(given) is not kind or given != value:
@@ -107,14 +111,14 @@ class Repeat:
         return (*tensors, out) if self._written else tensors
 
     def __call__(self, tensors: tuple[Any, ...]) -> Tensor | None:
-        """The result of a call on these tensors, output last if given; None if it must be looked at anew."""
+        """The result for these tensors, output last if given; None if the call must be checked."""
         addresses = self._alike.addresses(tensors)
         if addresses is None or unseen(tensors):
             return None
         for written, reach, operand, length, may_be in self._apart:
             start, first = addresses[written], addresses[operand]
             if start < first + length and first < start + reach and not (may_be and first == start):
-                return None  # they interleave, or overlap
+                return None  # interleaved or overlapping
         replay = self._replay
         if replay is None:
             return self._slowly(tensors)
@@ -134,7 +138,7 @@ class Repeat:
         return output
 
     def _slowly(self, tensors: tuple[Any, ...]) -> Tensor:
-        """The general way, without the checks; the next call may know a faster one."""
+        """Launches by the plan; a later call may use a Replay."""
         inputs = {**self._others, **dict(zip(self._order, tensors, strict=False))}
         shape, strides, dtype = self._like
         output: Tensor = (
@@ -143,7 +147,7 @@ class Repeat:
         self._plan.launch(inputs, output)
         left = self._untraced = self._untraced - 1
         if left == 0:
-            if plans.is_capturing():  # which would capture scratch that nobody needs
+            if plans.is_capturing():  # a graph would capture unused scratch
                 self._untraced = 1
             else:
                 self._replay = self._plan.replay(inputs, self._order, output)
@@ -151,10 +155,7 @@ class Repeat:
 
 
 def repeatable(tensors: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether a call can be told from others by how its tensors lie and by its numbers.
-
-    A zero equals one of the other sign, and what is no number nothing, not even itself.
-    """
+    """Whether layouts and numbers identify a call: no zero, which equals -0.0, and no NaN, which equals nothing."""
     numbers = [value for value in named.values() if not isinstance(value, Tensor)]
     if any(type(value) not in _NUMBERS or _ambiguous(value) for value in numbers):
         return False
@@ -170,6 +171,6 @@ def _lies_as(one: Tensor, other: Tensor) -> bool:
 
 
 def _reach(tensor: Tensor) -> int:
-    """Bytes from the first to the end of the last."""
+    """Bytes from the first element to the end of the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()

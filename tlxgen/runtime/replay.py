@@ -1,4 +1,10 @@
-"""A launch repeated for other tensors of the same layout: all arguments but the addresses are those of the first."""
+"""`Replay`: launches with the grid and arguments of an earlier call of the same layout, but other addresses.
+
+An emitted `arguments` computes grid and arguments from shapes, strides and numbers. `trace` finds out which argument is
+the address of which tensor by calling it with stand-ins: `meta` tensors with a storage of their own. What `torch.empty`
+or `torch.zeros` return there is scratch, new for each launch. Anything else, or a result that differs from that for
+the call's own tensors, is not replayed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from tlxgen.runtime.launch import Launcher, SlimDescriptor
 
 #: Grid and kernel arguments of a call.
 Launch: TypeAlias = tuple[tuple[int, int, int], Sequence[Any]]
-#: An emitted `arguments`, of a call's inputs and output and what stands for `torch` there.
+#: An emitted `arguments`: of inputs, output, and a replacement of `torch`.
 Arguments: TypeAlias = Callable[[dict[str, Any], Tensor, Any], Launch]
 
 _CONSTANTS = frozenset({int, float, bool, type(None)})
@@ -22,7 +28,7 @@ _CONSTANTS = frozenset({int, float, bool, type(None)})
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory that one launch needs, of no content, or zeros, which every template leaves as zeros."""
+    """Scratch memory of a launch: uninitialised, or zeros, which every template resets to zeros."""
 
     zeros: bool
     shape: tuple[int, ...]
@@ -30,14 +36,14 @@ class Scratch:
     dtype: torch.dtype
 
     def maker(self, device: torch.device) -> Callable[[], Tensor]:
-        """Makes it anew, since launches on several streams run at once."""
+        """A function that allocates it, since launches on several streams may overlap."""
         make = allocator(self.shape, self.strides, self.dtype, device)
         return (lambda: make().zero_()) if self.zeros else make
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """An argument that is the address of a tensor of the call, or so many bytes after it."""
+    """An argument that is the address of a tensor of the call plus an offset in bytes."""
 
     argument: int
     tensor: int
@@ -46,7 +52,7 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Described:
-    """An argument that describes a tensor of the call."""
+    """An argument that is a TMA descriptor of a tensor of the call."""
 
     argument: int
     tensor: int
@@ -55,29 +61,29 @@ class Described:
     block_shape: tuple[int, ...]
 
     def descriptor(self) -> SlimDescriptor:
-        """Without a tensor yet."""
+        """The descriptor without its tensor."""
         return SlimDescriptor(None, self.shape, self.strides, self.block_shape)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Grid and arguments of a launch, and which stem from which tensor: the call's own in order, then scratch."""
+    """Grid and arguments of a launch, and the tensor that each comes from: the call's in order, then scratch."""
 
     grid: tuple[int, int, int]
-    constants: tuple[Any, ...]  #: None where another field says more
+    constants: tuple[Any, ...]  #: None if another field applies
     pointers: tuple[Pointer, ...]
     described: tuple[Described, ...]
     scratch: tuple[Scratch, ...]
 
 
 def trace(arguments: Arguments, inputs: dict[str, Any], order: Sequence[str], output: Tensor) -> Trace | None:
-    """What a launch is made of; None if that cannot be told for certain.
+    """The trace of a launch; None if the source of an argument is not certain.
 
     Args:
-        arguments: makes grid and arguments.
+        arguments: of the emitted module.
         inputs: the call's tensors and numbers by name.
-        order: names of the tensors, as their addresses will come; that of the output comes after them.
-        output: what the launch writes to.
+        order: names of the tensors in the order of their addresses; the output comes last.
+        output: the output tensor.
     """
     tensors = (*(inputs[name] for name in order), output)
     stand_ins = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
@@ -87,13 +93,13 @@ def trace(arguments: Arguments, inputs: dict[str, Any], order: Sequence[str], ou
         found = _read(launch, stand_ins, allocations)
         if found is None or not _agrees(found, arguments(inputs, output, torch), tensors):
             return None
-    except Exception:  # noqa: BLE001 - it asked for contents, which stand-ins lack, or for more memory than there is
+    except Exception:  # noqa: BLE001 - it read contents, which stand-ins lack, or ran out of memory
         return None
     return found
 
 
 class Allocations:
-    """In place of `torch`: notes what it allocates."""
+    """Replaces `torch` in an emitted module and records allocations."""
 
     def __init__(self) -> None:
         self.scratch: list[Scratch] = []
@@ -103,15 +109,15 @@ class Allocations:
         return getattr(torch, name)
 
     def empty(self, *size: Any, **options: Any) -> Tensor:
-        """`torch.empty`, as emitted code calls it."""
+        """`torch.empty` as called by emitted code."""
         return self._noted(torch.empty(*size, **options), options, zeros=False)
 
     def zeros(self, *size: Any, **options: Any) -> Tensor:
-        """`torch.zeros`, likewise."""
+        """`torch.zeros` as called by emitted code."""
         return self._noted(torch.zeros(*size, **options), options, zeros=True)
 
     def _noted(self, tensor: Tensor, options: dict[str, Any], *, zeros: bool) -> Tensor:
-        if {"dtype", "device"} <= options.keys():  # else it is what torch makes by default, here and now
+        if {"dtype", "device"} <= options.keys():  # otherwise torch's defaults apply
             self.scratch.append(Scratch(zeros, tuple(tensor.shape), tensor.stride(), tensor.dtype))
             self.tensors.append(tensor)
         return tensor
@@ -150,7 +156,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _agrees(found: Trace, launch: Launch, tensors: Sequence[Tensor]) -> bool:
-    """Whether it says of the call's own tensors what `arguments` made of them."""
+    """Whether the trace reproduces `arguments` for the call's own tensors."""
     grid, args = launch
     if grid != found.grid or len(args) != len(found.constants):
         return False
@@ -181,12 +187,12 @@ def _describes(value: Any, told: Described, tensors: Sequence[Tensor]) -> bool:
 
 
 class Replay:
-    """A trace, launched by the dispatcher of a binary; one at a time, since its arguments are kept."""
+    """A trace and the dispatcher of its binary; launches are serialised, since the argument list is reused."""
 
     __slots__ = ("_args", "_bases", "_dispatch", "_kept", "_lock", "_pointers", "_scratch", "_zeros")
 
     def __init__(self, found: Trace, launcher: Launcher, device: torch.device) -> None:
-        """Of what a launch is made of, the launcher of its binary, which has a dispatcher, and its device."""
+        """Takes a trace, a launcher with a dispatcher, and its device."""
         assert launcher.dispatcher is not None
         args: list[Any] = list(found.constants)
         bases: dict[int, tuple[SlimDescriptor, int]] = {}
@@ -201,15 +207,15 @@ class Replay:
             (places[one.argument], one.tensor, one.offset) for one in found.pointers if one.argument in places
         )
         self._scratch = tuple((scratch.maker(device), scratch.zeros) for scratch in found.scratch)
-        self._zeros: dict[int, Tensor] = {}  #: of launches on the default stream
+        self._zeros: dict[int, Tensor] = {}  #: for launches on the default stream
         self._kept: tuple[list[Tensor], list[int]] | None = (
-            None  #: these and their addresses, where all scratch is zeros
+            None  #: kept zeros and their addresses, if all scratch is zeros
         )
         self._dispatch = launcher.dispatcher
-        self._lock = launcher.lock  # the descriptors' too, which are these for all launches
+        self._lock = launcher.lock  # of descriptors too, which are reused for all launches
 
     def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int], stream: int) -> None:
-        """Launches on a raw stream of the current device; the tensors are the call's own in order, output last."""
+        """Launches on a raw stream of the current device, for the call's tensors in order, output last."""
         if self._scratch:
             scratch = self._kept if stream == _DEFAULT_STREAM else None
             if scratch is None:
@@ -217,7 +223,7 @@ class Replay:
                 scratch = made, [tensor.data_ptr() for tensor in made]
                 if stream == _DEFAULT_STREAM and all(zeros for _, zeros in self._scratch):
                     self._kept = scratch
-            addresses = [*addresses, *scratch[1]]  # the tensors live until the launch is on its way
+            addresses = [*addresses, *scratch[1]]  # keeps the tensors alive until the launch
         args = self._args
         with self._lock:
             args[_STREAM] = stream
@@ -228,14 +234,14 @@ class Replay:
             try:
                 self._dispatch(*args)
             finally:
-                for descriptor, _ in self._bases:  # nobody's memory is held until the next launch
+                for descriptor, _ in self._bases:  # releases the memory
                     descriptor.base = None
 
     def _made(self, stream: int) -> list[Tensor]:
-        """Scratch for a launch. A fill costs as much as a short kernel: on the default stream zeros are kept.
+        """Scratch for a launch. Filling costs as much as a short kernel, so zeros are kept on the default stream.
 
-        On another they are not: its handle may come to name a new stream while the old one's launches still run, and a
-        graph that is captured there is replayed beside anything.
+        On other streams they are not: a stream's handle may be reused while launches of the old stream run, and a
+        captured graph may be replayed beside anything.
         """
         if stream != _DEFAULT_STREAM:
             return [make() for make, _ in self._scratch]
@@ -252,16 +258,16 @@ class Replay:
 
 _DEFAULT_STREAM = 0
 
-#: Where the dispatcher takes the stream, after the grid, and the kernel's first argument.
+#: Positions of stream (after the grid) and first kernel argument in a dispatcher call.
 _STREAM, _FIXED = 3, 4
 
 
 def allocator(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Tensor]:
-    """What makes tensors like this while their device is the current one of its kind.
+    """A fast `torch.empty_strided` for this shape, on the current device of its type.
 
-    It is the way of torch's compiled graphs if this torch has it, which takes a third of the time of any public one.
+    Uses the function of torch's compiled graphs if it exists, in a third of the time of the public one.
     """
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # noqa: SLF001 - see above
     direct = getattr(guards, f"_empty_strided_{device.type}", None)

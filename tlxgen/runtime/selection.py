@@ -1,7 +1,6 @@
-"""Which config serves a problem: down a list until one applies, with an account of what was passed over.
+"""Chooses the config that serves a problem, and explains why better choices do not apply.
 
-The pin, the tuned row, the nearest measured row, the templates' default (the analytic model's favourite), plain Triton,
-torch.
+In order: the pinned config, the tuned row, the nearest measured row, the time model's default, plain Triton, torch.
 """
 
 from __future__ import annotations
@@ -25,32 +24,32 @@ from tlxgen.space.candidates import default_config, vanilla_config
 if TYPE_CHECKING:
     from tlxgen.db.nearest import Neighbour, Neighbourhood
 
-#: `pinned`: the user's own; `tuned` and `predicted`: a row of the database; `nearest`: the row of a similar problem;
-#: `default`: the model's favourite; `vanilla`: plain Triton.
+#: `pinned`: chosen by the user; `tuned`, `predicted`: a row of the database; `nearest`: the row of a similar problem;
+#: `default`: the time model's best; `vanilla`: plain Triton.
 Origin = Literal["pinned", "tuned", "predicted", "nearest", "default", "vanilla", "torch"]
 
 HOPPER = (9, 0)
 
-#: Of the library's speed, below which functions in place of torch's leave a call to torch.
+#: Relative speed to the library below which drop-in functions call torch.
 _WORTH = 0.95
-#: Octaves up to which a length that runs, such as that of a batch, leaves open which of kernel and library is faster.
+#: Distance in octaves up to which a neighbour's comparison with the library applies.
 _ALIKE = 1.0
 
 
 class FallbackWarning(UserWarning):
-    """A kernel comes from further down the list than the tuned row; said once for each class of sizes."""
+    """A kernel is served by something worse than a tuned row; issued once for each size class."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs, and the account of what was passed over, best first.
+    """The chosen config, and why better ones were passed over.
 
     Attributes:
         origin: where the config comes from.
-        config: None where torch computes.
-        passed_over: why the better choices did not apply.
-        note: about the choice itself, such as the problem that a neighbour was tuned for.
-        lead: how many times as fast the library was measured to be, if it clearly was faster.
+        config: None if torch computes.
+        passed_over: why better choices do not apply, best first.
+        note: about the choice itself, such as a neighbour's problem.
+        lead: measured speed of the library over the kernel's, if it is clearly above 1.
     """
 
     origin: Origin
@@ -61,11 +60,11 @@ class Choice:
 
     @property
     def slower(self) -> bool:
-        """Whether the library was measured to be faster, by more than such measurements differ."""
+        """Whether the library was measured to be clearly faster."""
         return self.lead is not None
 
     def explain(self) -> str:
-        """In one line."""
+        """The choice and the reasons, in one line."""
         notes = [self.note] if self.note else []
         if self.lead is not None:
             there = " there" if self.origin == "nearest" else ""
@@ -76,10 +75,10 @@ class Choice:
 
 
 def select(problem: Problem, gpu: Gpu | None, *, note_miss: bool = True, pin: Pin | None = None) -> Choice:
-    """Goes down the list of choices; with `note_miss` a missing row is noted for `tlxgen tune --untuned`.
+    """The first choice of the list that applies; with `note_miss` a missing row is noted for `tlxgen tune --untuned`.
 
     Raises:
-        InvalidConfigError: a pin that is meant for this very problem is not legal for it on this GPU.
+        InvalidConfigError: a pin for this very problem is not legal on this GPU.
     """
     if problem.empty:
         return Choice("torch", None, ("a size is zero: nothing to launch",))
@@ -118,7 +117,7 @@ def _why_not_pinned(problem: Problem, gpu: Gpu, pin: Pin) -> str | None:
 
 
 def _why_no_tlx(gpu: Gpu) -> str | None:
-    """Why TLX kernels cannot run, or None."""
+    """Why TLX kernels cannot run on the GPU, or None."""
     if gpu.architecture:
         return f"{gpu.architecture} is AMD's, and TLX kernels are Hopper's"
     if gpu.capability != HOPPER:
@@ -127,7 +126,7 @@ def _why_no_tlx(gpu: Gpu) -> str | None:
 
 
 def _on_hopper(problem: Problem, gpu: Gpu, passed_over: list[str], *, note_miss: bool) -> Choice | None:
-    """A stored row, a neighbour's or the default; None, with the reasons added, where none applies."""
+    """A stored row, a neighbour's row or the default; None, with reasons added to `passed_over`."""
     reason = _why_no_tlx(gpu)
     if reason is not None:
         passed_over.append(reason)
@@ -151,21 +150,21 @@ def _on_hopper(problem: Problem, gpu: Gpu, passed_over: list[str], *, note_miss:
 
 
 def _lead(record: TunedRecord) -> float | None:
-    """How many times as fast the library was, if by more than the rounds of the measurement differed as well."""
+    """The library's measured speed over the kernel's, if its lead exceeds the spread of the measurement."""
     if record.peer_us is None or record.peer_us >= _WORTH * (record.time_us - (record.spread_us or 0.0)):
         return None
     return record.time_us / record.peer_us
 
 
 def _same_weights(problem: Problem, neighbour: Neighbour) -> bool:
-    """Whether a neighbour is so near, and differs in running lengths alone, that the library does as it does there."""
+    """Whether a neighbour is near and differs in running lengths only, so that the library's lead applies here too."""
     fixed = [name for name in problem.lengths if name not in problem.running]
     same = all(getattr(problem, name) == getattr(neighbour.problem, name) for name in fixed)
     return same and neighbour.distance <= _ALIKE
 
 
 def _stored(problem: Problem, gpu: Gpu, *, note_miss: bool) -> tuple[TunedRecord | None, str]:
-    """The stored row if it may be served, or why not."""
+    """The stored row if it can be served, or the reason why not."""
     rows = store()
     key = tuning_key(problem, gpu.key)
     record = rows.get(key)
@@ -184,7 +183,7 @@ def _stored(problem: Problem, gpu: Gpu, *, note_miss: bool) -> tuple[TunedRecord
     if reason is not None:
         rows.mark_bad(key, reason)
     else:
-        reason = why_other_code(record)  # a miss, not a defect: another version of tlxgen may share the database
+        reason = why_other_code(record)  # a miss, not a defect: other versions of tlxgen may share the database
         if reason is None:
             return record, ""
     return None, f"the tuned row cannot be served: {reason}"
@@ -192,7 +191,7 @@ def _stored(problem: Problem, gpu: Gpu, *, note_miss: bool) -> tuple[TunedRecord
 
 @cache
 def store() -> Any:
-    """The database, with the rows that come with tlxgen; opened once."""
+    """The database with the shipped rows; cached."""
     from tlxgen.db.shipped import import_shipped
     from tlxgen.db.store import Store
 
@@ -206,18 +205,18 @@ def store() -> Any:
 
 @cache
 def neighbourhood(operator: str) -> Neighbourhood:
-    """The rows of an operator, read once."""
+    """The rows of an operator; cached."""
     from tlxgen.db.nearest import Neighbourhood
 
     try:
         return Neighbourhood(operator, store().records(operator))
-    except CacheError as error:  # never on the way to a kernel
+    except CacheError as error:  # must not fail a kernel call
         warnings.warn(f"tuned rows of {operator} cannot be read: {error}", FallbackWarning, stacklevel=2)
         return Neighbourhood(operator, ())
 
 
 def forget() -> None:
-    """Opens the database anew at the next choice."""
+    """Drops the cached database and rows."""
     store.cache_clear()
     neighbourhood.cache_clear()
     misses.forget()
@@ -225,7 +224,7 @@ def forget() -> None:
 
 
 def has_triton() -> bool:
-    """Whether there is any triton."""
+    """Whether a triton is installed."""
     from importlib.util import find_spec
 
     return find_spec("triton") is not None
