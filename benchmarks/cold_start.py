@@ -32,22 +32,15 @@ class Case:
     library: str
 
 
+_PRODUCT = "tensors = [torch.randn(4096, 4096).cuda().bfloat16() for _ in 'ab']"
+_VECTORS = "tensors = [torch.randn(1 << 20).cuda()] * 2"
+_HEADS = "tensors = [torch.randn(2, 16, 2048, 128).cuda().bfloat16() for _ in 'qkv']"
+_ATTENTION = "torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)"
+
 CASES = (
-    Case(
-        ops.get("gemm").problem((4096, 4096, 4096)),
-        "tensors = [torch.randn(4096, 4096).cuda().bfloat16() for _ in 'ab']",
-        "torch.mm(*tensors)",
-    ),
-    Case(
-        ops.get("attention").problem((2, 16, 2048, 128), causal="bottom-right"),
-        "tensors = [torch.randn(2, 16, 2048, 128).cuda().bfloat16() for _ in 'qkv']",
-        "torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)",
-    ),
-    Case(
-        ops.get("vector_add").problem((1 << 20,), dtype="fp32"),
-        "tensors = [torch.randn(1 << 20).cuda()] * 2",
-        "torch.add(*tensors)",
-    ),
+    Case(ops.get("gemm").problem((4096, 4096, 4096)), _PRODUCT, "torch.mm(*tensors)"),
+    Case(ops.get("attention").problem((2, 16, 2048, 128), causal="bottom-right"), _HEADS, _ATTENTION),
+    Case(ops.get("vector_add").problem((1 << 20,), dtype="fp32"), _VECTORS, "torch.add(*tensors)"),
 )
 
 _BEFORE = """

@@ -1,4 +1,4 @@
-"""Steps that the scripts share: options, the GPU's report, compilation and gate of kernels, results files, tables."""
+"""Steps that the scripts share: options, the GPU's report, gate, results files, tables."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ from tlxgen import devices, ops
 from tlxgen._version import __version__
 from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
-from tlxgen.devices import Gpu
-from tlxgen.errors import CompileError
 from tlxgen.problem import Problem
-from tlxgen.runtime import selection
 from tlxgen.toolchain import toolchain
-from tlxgen.tuner.compile_pool import CompilePool
 from tlxgen.tuner.measure import PROTOCOL, DeviceReport, Setup
 from tlxgen.tuner.runner import Runner
 from tlxgen.tuner.timing import Timing
@@ -48,26 +44,6 @@ def device_report() -> DeviceReport:
     return Setup("gemm", ops.get("gemm").problem((128, 128, 128)), seed=1)()
 
 
-# Kernels.
-
-
-def compile_served(problems: Iterable[Problem], gpu: Gpu) -> None:
-    """Compiles the kernels that `get_kernel` serves for problems into Triton's cache, in parallel; prints each."""
-    with CompilePool(gpu.capability) as pool:
-        pending = []
-        for problem in dict.fromkeys(problems):
-            choice = selection.select(problem, gpu, note_miss=False)
-            if choice.config is not None:
-                source = emit(ops.get(problem.operator), problem, choice.config)
-                pending.append((f"{problem.label:48} {choice.origin:8}", choice.config.short, pool.submit(source)))
-        for name, config, future in pending:
-            try:
-                result = f"{future.result().seconds:.1f} s"
-            except CompileError as error:  # at run time a fallback serves the problem
-                result = error.kind
-            print(f"{name} {result}  {config}", flush=True)
-
-
 def pass_gate(runner: Runner, configs: Mapping[str, Config]) -> dict[str, float | None]:
     """Errors of the configs that are right, by name; from then on they can be timed. Prints the others."""
     errors = {}
@@ -78,9 +54,6 @@ def pass_gate(runner: Runner, configs: Mapping[str, Config]) -> dict[str, float 
         else:
             print(f"{runner.problem.label} {config.short}: {verdict.status}, {verdict.message}")
     return errors
-
-
-# Results.
 
 
 @dataclass

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from benchmarks.harness import Results, Row, compile_served, device_report, mean_and_least, options, spaced
+from benchmarks.harness import Results, Row, device_report, mean_and_least, options, spaced
 from benchmarks.replays import ROUNDS, Call, samples
 from tlxgen import api, ops
 from tlxgen.functional import fused_moe
@@ -71,13 +71,11 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--only", default="", help="only layers whose name contains this")
     arguments = parser.parse_args()
-    report = device_report()
-    layers = [layer for layer in LAYERS if arguments.only in layer.name]
-    compile_served([problem for layer in layers for problem in layer.problems().values()], report.gpu)
-    results = Results(arguments.output, "moe", report, {"rounds": ROUNDS})
-    for layer in layers:
-        row = measure(layer)
-        results.add(row, line(row))
+    results = Results(arguments.output, "moe", device_report(), {"rounds": ROUNDS})
+    for layer in LAYERS:
+        if arguments.only in layer.name:
+            row = measure(layer)
+            results.add(row, line(row))
     print(mean_and_least(row["ratio"] for row in results.rows), results.path, sep="\n")
 
 
@@ -143,7 +141,7 @@ def by_index_add(given: Operands) -> Tensor:
     return total.index_add_(0, order // given.ids.shape[1], weighted).to(result.dtype)
 
 
-def in_order_of_tokens(given: Operands) -> Tensor:
+def by_token(given: Operands) -> Tensor:
     """Results by token, (T, choices, K)."""
     result, order = in_torch(given)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -152,14 +150,14 @@ def in_order_of_tokens(given: Operands) -> Tensor:
 
 def by_sum(given: Operands) -> Tensor:
     """Combined by a gather and a weighted sum of rounded terms."""
-    parts = in_order_of_tokens(given)
-    return (parts * given.weights.to(parts.dtype)[..., None]).sum(1)
+    results = by_token(given)
+    return (results * given.weights.to(results.dtype)[..., None]).sum(1)
 
 
 def by_product(given: Operands) -> Tensor:
     """Combined by a gather and a product with rounded weights."""
-    parts = in_order_of_tokens(given)
-    return torch.bmm(given.weights.to(parts.dtype)[:, None], parts)[:, 0]
+    results = by_token(given)
+    return torch.bmm(given.weights.to(results.dtype)[:, None], results)[:, 0]
 
 
 def wholes(given: Operands) -> dict[str, Call]:

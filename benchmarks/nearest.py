@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.harness import Results, Row, options, pass_gate, require_gpu, spaced
 from benchmarks.untuned import OPERATORS, Drawn, drawn
-from tlxgen import ops, toolchain
+from tlxgen import ops
 from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
 from tlxgen.db.store import Store
@@ -35,7 +35,6 @@ from tlxgen.problem import Problem
 from tlxgen.runtime import kernel, selection
 from tlxgen.space.candidates import default_config
 from tlxgen.tuner.compile_pool import CompilePool
-from tlxgen.tuner.measure import DeviceReport
 from tlxgen.tuner.process import Child
 from tlxgen.tuner.result import Budget
 from tlxgen.tuner.runner import Runner
@@ -48,25 +47,14 @@ ROUNDS = 41
 #: Operators in turn; half of the problems are GEMMs in any beginning of the list.
 TURNS = (
     *("gemm", "attention", "gemm", "grouped_gemm", "gemm"),
-    *("attention", "gemm", "attention", "gemm"),
-    "grouped_gemm",
+    *("attention", "gemm", "attention", "gemm", "grouped_gemm"),
 )
 _CYCLES = 5  # of TURNS, by default
 
 #: Minimum geometric means of a neighbour's config: of the default's speed, and of a fresh tuning's.
 AT_LEAST: Mapping[str, float] = {"to_default": 1.0, "to_tuned": 0.9}
 
-_RATIOS = ("to_default", "to_tuned", "default_to_tuned")
-
-
-@dataclass(frozen=True)
-class Served:
-    """The config that `get_kernel` would run; for a neighbour's, its label and distance."""
-
-    origin: str
-    config: Config | None
-    neighbour: str = ""
-    distance: float | None = None
+RATIOS = ("to_default", "to_tuned", "default_to_tuned")
 
 
 @dataclass(frozen=True)
@@ -134,9 +122,6 @@ def shipped_rows_only() -> Iterator[None]:
             kernel.forget()
 
 
-# Problems and configs.
-
-
 def problems(turns: Sequence[str], gpu: Gpu, seed: int) -> Iterator[Drawn]:
     """Problems of the operators in turn; an operator's do not depend on which others take part."""
     sources = {name: drawn(name, measured(name, gpu), gpu, seed) for name in dict.fromkeys(turns)}
@@ -150,55 +135,34 @@ def measured(operator: str, gpu: Gpu) -> list[Problem]:
     return sorted((ops.get(operator).problem(record.key.problem) for record in own), key=lambda problem: problem.label)
 
 
-def served(problem: Problem, gpu: Gpu) -> Served:
-    """The config that `select` serves."""
-    choice = selection.select(problem, gpu, note_miss=False)
-    if choice.origin != "nearest":
-        return Served(choice.origin, choice.config)
-    rows = selection.neighbourhood(problem.operator)
-    found, _ = rows.nearest(problem, gpu, toolchain.toolchain(), default_config(problem, gpu))
-    assert found is not None
-    return Served(choice.origin, choice.config, found.problem.label, found.distance)
-
-
-# Measuring.
-
-
 def measure(one: Drawn, bench: Bench) -> Row:
     """Tunes a problem and compares the configs; `failure` is why no candidate works."""
     problem = one.problem
-    choice, default = served(problem, bench.gpu), default_config(problem, bench.gpu)
+    choice = selection.select(problem, bench.gpu, note_miss=False)
+    configs = {"served": choice.config, "default": default_config(problem, bench.gpu)}
     row: Row = {"op": problem.operator, "problem": problem.model_dump(), "label": problem.label, "reach": one.reach}
-    row |= {"origin": choice.origin, "neighbour": choice.neighbour, "distance": _rounded(choice.distance)}
-    for config in filter(None, dict.fromkeys((choice.config, default))):  # compiled while the search runs
+    row |= {"origin": choice.origin, "note": choice.note}
+    for config in filter(None, dict.fromkeys(configs.values())):  # compiled while the search runs
         bench.pool.submit(emit(ops.get(problem.operator), problem, config))
     try:
         with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder) / "tuned.db") as store:
             result = tune(problem, store, budget=bench.budget, child=bench.child, pool=bench.pool)
-        configs = {"served": choice.config, "default": default, "tuned": result.record.config}
-        found, report = time_together(problem, configs, bench)
+        configs["tuned"] = result.record.config
+        runner = Runner(problem.operator, problem, INPUTS, child=bench.child)
+        row["peer_us"] = round(runner.setup().peer_us, 3)
+        names = {config.id: config for config in configs.values() if config is not None}
+        found = timings(runner.measure(list(pass_gate(runner, names)), ROUNDS))
     except GpuLostError:
         raise
     except TuningError as error:
         return {**row, "failure": str(error)}
     search = {"tried": result.state.tried, "seconds": round(result.state.elapsed, 1), "disturbed": result.disturbed}
-    return {**row, **search, "peer_us": _rounded(report.peer_us), **ratios(configs, found)}
+    return {**row, **search, **ratios(configs, found)}
 
 
-def time_together(
-    problem: Problem, configs: Mapping[str, Config | None], bench: Bench
-) -> tuple[dict[Config, Timing], DeviceReport]:
-    """Times of the different configs, all in one measurement."""
-    runner = Runner(problem.operator, problem, INPUTS, child=bench.child)
-    report = runner.setup()
-    by_id = {config.id: config for config in configs.values() if config is not None}
-    found = timings(runner.measure(list(pass_gate(runner, by_id)), ROUNDS))
-    return {by_id[name]: timing for name, timing in found.items() if name in by_id}, report
-
-
-def ratios(configs: Mapping[str, Config | None], found: Mapping[Config, Timing]) -> Row:
+def ratios(configs: Mapping[str, Config | None], found: Mapping[str, Timing]) -> Row:
     """Microseconds, and ratios of speeds; None where one of the two was not timed."""
-    us = {name: found[config].time_us if config and config in found else None for name, config in configs.items()}
+    us = {name: found[config.id].time_us if config and config.id in found else None for name, config in configs.items()}
 
     def speed(one: str, other: str) -> float | None:
         ours, theirs = us[one], us[other]
@@ -206,18 +170,11 @@ def ratios(configs: Mapping[str, Config | None], found: Mapping[Config, Timing])
 
     return {
         "configs": {name: config.short if config else None for name, config in configs.items()},
-        "us": {name: _rounded(value) for name, value in us.items()},
+        "us": {name: value and round(value, 3) for name, value in us.items()},
         "to_default": speed("served", "default"),
         "to_tuned": speed("served", "tuned"),
         "default_to_tuned": speed("default", "tuned"),
     }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
-
-
-# Summary.
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
@@ -226,42 +183,40 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         for operator in ("all", row["op"]):
             groups.setdefault((row["origin"], operator), []).append(row)
-    return [
-        {"origin": origin, "op": operator, "problems": len(group), **{name: _mean(name, group) for name in _RATIOS}}
-        for (origin, operator), group in sorted(groups.items(), key=lambda item: item[0][0] != "nearest")
-    ]
-
-
-def _mean(ratio: str, group: Sequence[Row]) -> dict[str, float] | None:
-    values = [row[ratio] for row in group if row.get(ratio) is not None]
-    return {"mean": round(statistics.geometric_mean(values), 4), "least": min(values)} if values else None
+    found = []
+    for (origin, operator), group in sorted(groups.items(), key=lambda item: item[0][0] != "nearest"):
+        one: Row = {"origin": origin, "op": operator, "problems": len(group)}
+        for name in RATIOS:
+            values = [row[name] for row in group if row.get(name) is not None]
+            one[name] = {"mean": round(statistics.geometric_mean(values), 4), "least": min(values)} if values else None
+        found.append(one)
+    return found
 
 
 def shortfalls(summaries: Sequence[Row]) -> list[str]:
     """Means of origin `nearest`, over all operators, that are below `AT_LEAST`."""
-    nearest = next((one for one in summaries if (one["origin"], one["op"]) == ("nearest", "all")), None)
-    if nearest is None:
+    nearest = [one for one in summaries if (one["origin"], one["op"]) == ("nearest", "all")]
+    if not nearest:
         return ["nearest was never served"]
-    means = {name: nearest[name]["mean"] if nearest[name] else 0.0 for name in AT_LEAST}
+    means = {name: nearest[0][name]["mean"] if nearest[0][name] else 0.0 for name in AT_LEAST}
     return [
-        f"nearest: {name} {means[name]:.3f} is below {least}" for name, least in AT_LEAST.items() if means[name] < least
+        f"nearest: {name} {means[name]:.3f} is below {min_}" for name, min_ in AT_LEAST.items() if means[name] < min_
     ]
 
 
 def summary_line(one: Row) -> str:
     """A line of the printed summary."""
-    means = [f"{name} {one[name]['mean']:.3f} (least {one[name]['least']:.3f})" for name in _RATIOS if one[name]]
+    means = [f"{name} {one[name]['mean']:.3f} (least {one[name]['least']:.3f})" for name in RATIOS if one[name]]
     return "  ".join([f"{one['origin']:8} {one['op']:13} {one['problems']:3}", *means])
 
 
 def line(row: Row) -> str:
     """A line of the printed table."""
-    distance = "" if row["distance"] is None else f"{row['distance']:.2f}"
-    head = f"{row['label']:56} {row['reach']:4} {row['origin']:8} {distance:4}"
+    head = f"{row['label']:56} {row['reach']:4} {row['origin']:8}"
     if "failure" in row:
         return f"{head}  {row['failure']}"
-    times = "  ".join(f"{name} {'failed' if us is None else format(us, '.1f')}" for name, us in row["us"].items())
-    speeds = spaced({name: row[name] for name in _RATIOS if row[name] is not None}, ".3f")
+    times = spaced({name: us for name, us in row["us"].items() if us is not None}, ".1f")
+    speeds = spaced({name: row[name] for name in RATIOS if row[name] is not None}, ".3f")
     return f"{head}  {times} us  {speeds}  {row['tried']} tried in {row['seconds']:.0f} s {row['disturbed']}".rstrip()
 
 

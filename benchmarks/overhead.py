@@ -1,16 +1,13 @@
-"""Host time of one call, in total and by part, against torch's.
+"""Host time of one call, beside torch's.
 
     python -m benchmarks.overhead
 
 Three problems whose kernels are so short that the host limits them: a small GEMM, decoding, and short causal attention.
-Some hundred calls are queued on the GPU and waited for outside of the timed span. Each call has other tensors than the
-one before, What is compared takes turns.
-
-A first call: `check` of the arguments, allocation of the `output`, `plan` look-up, grid and `arguments` (descriptors
-included), `dispatch` to the driver. A repeated call: comparison of the tensors' layout (`alike`), `memory` for the
-result, `replay` of the launch. `call` is all of that, `call_out` with an output given, `call_named` with tensors by
-name, `functional` the function in place of torch's, `torch` the library's call. `new_length` is the first call of an
-unseen length whose kernel is loaded already. Takes about a minute on one GPU and writes `<date>-overhead-<gpu>.json`.
+Some hundred calls are queued on the GPU and waited for outside of the timed span; each has other tensors than the one
+before, and what is compared takes turns. `call` is a kernel's call, `call_out` one with an output given, `call_named`
+one with tensors by name, `functional` the function in place of torch's, `torch` the library's call, `get_kernel` a
+look-up. `new_length` is the first call of an unseen length whose kernel is loaded already. Takes about a minute on one
+GPU and writes `<date>-overhead-<gpu>.json`.
 """
 
 from __future__ import annotations
@@ -40,10 +37,10 @@ NEW_LENGTHS = 64
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, a function from lengths to problems for `new_length`, and torch's function."""
+    """Problems by length, the length that is measured, and torch's function."""
 
-    problem: Problem
-    longer: Callable[[int], Problem]
+    problem: Callable[[int], Problem]
+    length: int
     library: Callable[..., torch.Tensor]
 
 
@@ -54,100 +51,50 @@ def main() -> None:
     results = Results(arguments.output, "overhead", device_report(), {"calls": CALLS, "rounds": ROUNDS})
     for case in cases():
         row = measure(case)
-        results.add(row, f"{case.problem.label:48} {row['origin']:8} {spaced(row['host_us'], '.2f')}")
+        results.add(row, f"{row['label']:48} {row['origin']:8} {spaced(row['host_us'], '.2f')}")
     print(results.path)
 
 
 def cases() -> list[Case]:
     """The problems."""
-    gemm, attention = ops.get("gemm"), ops.get("attention")
-
-    def product(m: int) -> Problem:
-        problem: Problem = gemm.problem((m, 128, 128))
-        return problem
-
-    def decoding(keys: int) -> Problem:
-        problem: Problem = attention.problem((1, 8, 1, 128), kv_heads=2, kv_len=keys, causal="bottom-right")
-        return problem
-
-    def prefill(length: int) -> Problem:
-        problem: Problem = attention.problem((1, 2, length, 128), causal="bottom-right")
-        return problem
-
+    gemm, attention = ops.get("gemm").problem, ops.get("attention").problem
+    decoding: dict[str, Any] = {"kv_heads": 2, "causal": "bottom-right"}
     attend = torch.nn.functional.scaled_dot_product_attention
     return [
-        Case(product(128), product, torch.mm),
-        Case(decoding(256), decoding, partial(attend, enable_gqa=True)),
-        Case(prefill(128), prefill, partial(attend, is_causal=True)),
+        Case(lambda m: gemm((m, 128, 128)), 128, torch.mm),
+        Case(lambda n: attention((1, 8, 1, 128), kv_len=n, **decoding), 256, partial(attend, enable_gqa=True)),
+        Case(lambda n: attention((1, 2, n, 128), causal="bottom-right"), 128, partial(attend, is_causal=True)),
     ]
 
 
 def measure(case: Case) -> Row:
-    """Microseconds of each part."""
-    problem, operator = case.problem, ops.get(case.problem.operator)
+    """Microseconds of each kind of call."""
+    problem = case.problem(case.length)
+    operator = ops.get(problem.operator)
     kernel = api.get_kernel(problem.operator, problem, on_miss="ignore")
     sets = [operator.inputs(problem, "cuda", seed) for seed in range(INPUT_SETS)]
-    inputs = sets[0]
-    tensors = tuple(inputs[name] for name in operator.inputs_in_order)
-    out = kernel(*tensors)
     calls = cycle([tuple(inputs[name] for name in operator.inputs_in_order) for inputs in sets])
+    out = kernel(*next(calls))
     causal = partial(functional.attention, causal="bottom-right")
     drop_in: Callable[..., Any] = causal if problem.operator == "attention" else functional.matmul
-    found = {
-        **parts(kernel, inputs, out),
-        **host_us(
-            call=lambda: kernel(*next(calls)),
-            torch=lambda: case.library(*next(calls)),
-            functional=lambda: drop_in(*next(calls)),
-            call_out=lambda: kernel(*next(calls), out=out),
-            call_named=lambda: kernel(**inputs),
-            get_kernel=lambda: api.get_kernel(problem.operator, problem, on_miss="ignore"),
-        ),
-        **repeated_parts(kernel, tensors),
-    }
+    found = host_us(
+        call=lambda: kernel(*next(calls)),
+        torch=lambda: case.library(*next(calls)),
+        functional=lambda: drop_in(*next(calls)),
+        call_out=lambda: kernel(*next(calls), out=out),
+        call_named=lambda: kernel(**sets[0]),
+        get_kernel=lambda: api.get_kernel(problem.operator, problem, on_miss="ignore"),
+    )
     return {
         "op": problem.operator,
         "problem": problem.model_dump(),
+        "label": problem.label,
         "origin": kernel.origin,
         "config_short": kernel.config.short if kernel.config else "torch",
         "host_us": {name: round(us, 2) for name, us in found.items()},
         "new_length_us": round(new_length_us(case), 1),
         "binaries": len(plans.LOADED),
     }
-
-
-def parts(kernel: runtime.Kernel, inputs: dict[str, Any], out: torch.Tensor) -> dict[str, float]:
-    """Microseconds of the parts of a first call; empty where torch computes."""
-    if kernel.config is None:
-        return {}
-    operator, problem = ops.get(kernel.problem.operator), kernel.problem
-    plan = kernel.plan(inputs, out)
-    if not isinstance(plan, plans.KernelPlan):
-        return {}
-    grid, args = plan.arguments(inputs, out)
-    return host_us(
-        check=lambda: operator.check_call(problem, inputs),
-        output=lambda: operator.output(problem, inputs),
-        plan=lambda: kernel.plan(inputs, out),
-        arguments=lambda: plan.arguments(inputs, out),
-        dispatch=lambda: plan.dispatch(grid, args),
-    )
-
-
-def repeated_parts(kernel: runtime.Kernel, tensors: tuple[torch.Tensor, ...]) -> dict[str, float]:
-    """Microseconds of the parts of a repeated call; empty where nothing is replayed."""
-    repeat = next(iter(kernel._plain), None)  # noqa: SLF001 - its parts have no public names
-    replay = None if repeat is None else repeat._replay  # noqa: SLF001
-    if repeat is None or replay is None:
-        return {}
-    taken = (*tensors, repeat._empty())  # noqa: SLF001
-    addresses = [tensor.data_ptr() for tensor in taken]
-    stream = plans.raw_stream(taken[-1].device.index or 0)
-    return host_us(
-        alike=lambda: repeat.like(tensors),
-        memory=repeat._empty,  # noqa: SLF001
-        replay=lambda: replay(taken, addresses, stream),
-    )
 
 
 def host_us(**calls: Callable[[], Any]) -> dict[str, float]:
@@ -169,7 +116,7 @@ def new_length_us(case: Case) -> float:
     times = []
     first = 1040
     for length in range(first, first + 16 * NEW_LENGTHS, 16):
-        problem = case.longer(length)
+        problem = case.problem(length)
         inputs = ops.get(problem.operator).inputs(problem, "cuda", 0)
         torch.cuda.synchronize()
         started = time.perf_counter()

@@ -31,12 +31,16 @@ def samples(calls: Mapping[str, Call]) -> dict[str, list[float]]:
             graph.replay()
         torch.cuda.synchronize()
     found: dict[str, list[float]] = {name: [] for name in graphs}
-    dummy, _ = next(iter(graphs.values()))
+    untimed, _ = next(iter(graphs.values()))
     for turn in range(ROUNDS):
-        order = list(graphs) if turn % 2 else list(graphs)[::-1]
-        dummy.replay()  # times next to a synchronisation are too long
-        events = {name: replayed(graphs[name][0]) for name in order}
-        dummy.replay()
+        events = {}
+        untimed.replay()  # times next to a synchronisation are too long
+        for name in list(graphs) if turn % 2 else list(graphs)[::-1]:
+            start, stop = events[name] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            start.record()
+            graphs[name][0].replay()
+            stop.record()
+        untimed.replay()
         torch.cuda.synchronize()
         for name, (start, stop) in events.items():
             found[name].append(start.elapsed_time(stop) * 1e3 / graphs[name][1])
@@ -45,28 +49,15 @@ def samples(calls: Mapping[str, Call]) -> dict[str, list[float]]:
 
 def captured(call: Call) -> tuple[Any, int]:
     """A graph of several calls, and their number."""
-    launches = max(1, min(_MAX_LAUNCHES, math.ceil(_SAMPLE_US / rough_us(call))))
+    call()  # loads kernels
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    rough_us = (time.perf_counter() - started) * 1e6
+    launches = max(1, min(_MAX_LAUNCHES, math.ceil(_SAMPLE_US / rough_us)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(launches):
             call()
     return graph, launches
-
-
-def rough_us(call: Call) -> float:
-    """Rough microseconds of one call, after one that loads kernels."""
-    call()
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - started) * 1e6
-
-
-def replayed(graph: Any) -> tuple[Any, Any]:
-    """Replays a graph; returns the events before and after."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    graph.replay()
-    stop.record()
-    return start, stop

@@ -25,7 +25,7 @@ from tlxgen.simulator.check import check
 from tlxgen.space.candidates import candidates
 
 #: Parameters that change numbers, registers or addresses, but neither barriers nor copies nor waits.
-PLAIN = frozenset({"sums", "carry", "rescale", "unroll", "head_group", "block_k", "group_m", "pdl", "group"})
+PLAIN = frozenset({"sums", "carry", "rescale", "head_group", "block_k", "group_m", "pdl", "group"})
 SCHEDULES = 3
 
 #: Problems whose kernels differ beyond their configs.

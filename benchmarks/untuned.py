@@ -18,8 +18,6 @@ REACHES: Mapping[str, float] = {"near": 0.4, "far": 1.5}
 
 _TRIES = 10_000
 _STEPS = (1, 16, 128)  # one of these divides the lengths that change from call to call
-_WEIGHT_STEP = 64
-_EXPERT_STEP = 8
 _DECODING_ROWS = 16  # attention with fewer rows is decoding
 
 
@@ -52,7 +50,7 @@ def _one(
 ) -> Drawn:
     for _ in range(_TRIES if rows else 0):
         around = rng.choice(rows)
-        fields = {**around.model_dump(), **_CHANGED[operator](around, rng, REACHES[reach])}
+        fields = {**around.model_dump(), **_changed(around, rng, REACHES[reach])}
         try:
             problem: Problem = ops.get(operator).problem(fields)
         except InvalidProblemError:  # for example fewer keys than a mask needs
@@ -62,45 +60,30 @@ def _one(
     raise ValueError(f"{operator}: no problem without a row was found around {len(rows)} rows")
 
 
-# Changed lengths, by operator.
-
-
-def _gemm(around: Any, rng: random.Random, octaves: float) -> dict[str, int]:
-    return {
-        "M": _changed(around.M, rng, octaves, rng.choice(_STEPS)),
-        "N": _changed(around.N, rng, octaves, _WEIGHT_STEP),
-        "K": _changed(around.K, rng, octaves, _WEIGHT_STEP),
-    }
-
-
-def _attention(around: Any, rng: random.Random, octaves: float) -> dict[str, int]:
-    """Rows and keys change by one factor, in decoding only keys; heads of q and of k change by one factor."""
-    rows, keys, step = around.S, around.kv_len, rng.choice(_STEPS)
-    factor = 2.0 ** rng.uniform(-octaves, octaves)
-    heads = _changed(around.kv_heads, rng, octaves, 1)
-    return {
-        "B": _changed(around.B, rng, octaves, 1),
-        "H": around.H // around.kv_heads * heads,
-        "S": rows if rows < _DECODING_ROWS else _multiple(rows * factor, step),
-        "kv_heads": heads,
-        "kv_len": _multiple(keys * factor, step),
-    }
-
-
-def _grouped_gemm(around: Any, rng: random.Random, octaves: float) -> dict[str, int]:
-    return {
-        "E": _changed(around.E, rng, octaves, _EXPERT_STEP),
-        "ROWS": _changed(around.ROWS, rng, octaves, rng.choice(_STEPS)),
-        "N": _changed(around.N, rng, octaves, _WEIGHT_STEP),
-        "K": _changed(around.K, rng, octaves, _WEIGHT_STEP),
-    }
-
-
-_CHANGED: Mapping[str, Callable[[Any, random.Random, float], dict[str, int]]] = {
-    "gemm": _gemm,
-    "attention": _attention,
-    "grouped_gemm": _grouped_gemm,
+#: Lengths that change, by operator, and what they are multiples of.
+_LENGTHS: Mapping[str, Mapping[str, Sequence[int]]] = {
+    "gemm": {"M": _STEPS, "N": (64,), "K": (64,)},
+    "attention": {"S": _STEPS},
+    "grouped_gemm": {"E": (8,), "ROWS": _STEPS, "N": (64,), "K": (64,)},
 }
+
+
+def _changed(around: Any, rng: random.Random, octaves: float) -> dict[str, int]:
+    """Changed lengths; in attention rows and keys change by one factor, in decoding only keys; so do both heads."""
+    lengths = _LENGTHS[around.operator]
+    if around.operator != "attention":
+        return {name: _scaled(getattr(around, name), rng, octaves, steps) for name, steps in lengths.items()}
+    step = rng.choice(lengths["S"])
+    factor = 2.0 ** rng.uniform(-octaves, octaves)
+    heads = _scaled(around.kv_heads, rng, octaves, (1,))
+    return {
+        "B": _scaled(around.B, rng, octaves, (1,)),
+        "H": around.H // around.kv_heads * heads,
+        "S": around.S if around.S < _DECODING_ROWS else _multiple(around.S * factor, step),
+        "kv_heads": heads,
+        "kv_len": _multiple(around.kv_len * factor, step),
+    }
+
 
 #: Bounds on sizes, so that inputs and references take little time.
 _IS_SMALL: Mapping[str, Callable[[Any], bool]] = {
@@ -109,11 +92,12 @@ _IS_SMALL: Mapping[str, Callable[[Any], bool]] = {
     "grouped_gemm": lambda p: p.E * p.N * p.K <= 2**30 and p.ROWS <= 32768,
 }
 
-OPERATORS = tuple(_CHANGED)
+OPERATORS = tuple(_LENGTHS)
 
 
-def _changed(size: int, rng: random.Random, octaves: float, step: int) -> int:
-    """A size within so many octaves of this one, a multiple of `step` unless the size is below it."""
+def _scaled(size: int, rng: random.Random, octaves: float, steps: Sequence[int]) -> int:
+    """A size within so many octaves of this one, a multiple of one of `steps` unless the size is below it."""
+    step = steps[0] if len(steps) == 1 else rng.choice(steps)
     return _multiple(size * 2.0 ** rng.uniform(-octaves, octaves), step if size >= step else 1)
 
 

@@ -1,26 +1,18 @@
-"""Shared steps of the benchmarks: missing GPU, results files, compilation of served kernels."""
+"""Shared steps of the benchmarks: missing GPU, results files, means."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from benchmarks import harness
 from benchmarks.harness import Results
-from tlxgen import devices, ops
-from tlxgen.errors import CompileError
+from tlxgen import devices
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-NEED_A_GPU = {
+NEED_A_GPU: dict[str, list[str]] = {
     "cold_start": [],
     "moe": [],
     "nearest": [],
@@ -55,28 +47,3 @@ def test_results_are_written_after_every_row(tmp_path: Path, capsys: pytest.Capt
 def test_means_are_geometric() -> None:
     assert harness.mean_and_least([0.5, 2.0]) == "geometric mean 1.000, least 0.500 of 2"
     assert harness.mean_and_least([]) == "no ratios"
-
-
-def test_a_kernel_that_does_not_compile_is_reported_and_the_next_compiled(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_shipped_configs: None
-) -> None:
-    outcomes = iter([CompileError("ptxas", "no"), SimpleNamespace(seconds=1.5)])
-
-    def submit(_: object) -> Future[Any]:
-        future: Future[Any] = Future()
-        outcome = next(outcomes)
-        future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome)
-        return future
-
-    @contextmanager
-    def pool(capability: tuple[int, int]) -> Iterator[SimpleNamespace]:
-        assert capability == (9, 0)
-        yield SimpleNamespace(submit=submit)
-
-    monkeypatch.setattr(harness, "CompilePool", pool)
-    problems = [ops.get("gemm").problem((size, 512, 512)) for size in (512, 1024, 512)]
-    harness.compile_served(problems, devices.target("h200"))
-    first, second = capsys.readouterr().out.splitlines()
-    assert "gemm 512 512 512 bf16 nn" in first
-    assert " default  ptxas " in first
-    assert " default  1.5 s " in second

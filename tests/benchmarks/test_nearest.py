@@ -14,13 +14,13 @@ import pytest
 import stub_card  # type: ignore[import-not-found] # conftest.py makes it importable
 
 from benchmarks import harness, nearest, untuned
-from benchmarks.nearest import Served, measured, problems, served, shipped_rows_only, shortfalls, summary
+from benchmarks.nearest import measured, problems, shipped_rows_only, shortfalls, summary
 from tlxgen import devices, ops
 from tlxgen.config import Config
 from tlxgen.db.nearest import distance
 from tlxgen.errors import GpuLostError
 from tlxgen.problem import Problem
-from tlxgen.runtime import selection
+from tlxgen.runtime.selection import Choice
 from tlxgen.tuner import compile_pool, tune
 from tlxgen.tuner.compile_pool import CompilePool
 from tlxgen.tuner.timing import Timing
@@ -38,7 +38,8 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> Run:
     monkeypatch.setenv(stub_card.NOTES, str(tmp_path / "notes"))
     stub_card.install(monkeypatch.setattr, stub_card.healthy(8))
     monkeypatch.setattr(nearest, "Child", stub_card.StubChild)
-    monkeypatch.setattr(nearest, "served", lambda *_: Served("nearest", NEIGHBOUR, "gemm 8 8 8 bf16 nn", 0.25))
+    served = Choice("nearest", NEIGHBOUR, note="tuned for gemm 8 8 8 bf16 nn")
+    monkeypatch.setattr(nearest.selection, "select", lambda *_, **__: served)
     monkeypatch.setattr(nearest, "default_config", lambda *_: DEFAULT)
     for module in (nearest, harness):
         monkeypatch.setattr(module, "emit", stub_card.emit)
@@ -56,7 +57,7 @@ class TestMeasuring:
         for entry in written["rows"]:
             assert entry["us"] == {"served": 130.0, "default": 156.0, "tuned": 120.0}
             assert (entry["to_default"], entry["to_tuned"], entry["default_to_tuned"]) == (1.2, 0.9231, 0.7692)
-            assert (entry["origin"], entry["neighbour"], entry["distance"]) == ("nearest", "gemm 8 8 8 bf16 nn", 0.25)
+            assert (entry["origin"], entry["note"]) == ("nearest", "tuned for gemm 8 8 8 bf16 nn")
             assert (entry["tried"], entry["disturbed"], entry["peer_us"]) == (8, "", 100.0)
             assert entry["configs"] == {"served": NEIGHBOUR.short, "default": DEFAULT.short, "tuned": BEST.short}
         assert (written["seed"], written["trials"], written["seconds"]) == (1, 8, 3.0)
@@ -97,11 +98,11 @@ class TestMeasuring:
         assert [entry["problem"] for entry in written["rows"]] == [among_all[0].model_dump(), among_all[2].model_dump()]
 
     def test_a_config_in_several_roles_is_timed_once(self, measure: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(nearest, "served", lambda *_: Served("default", BEST))
+        monkeypatch.setattr(nearest.selection, "select", lambda *_, **__: Choice("default", BEST))
         monkeypatch.setattr(nearest, "default_config", lambda *_: BEST)
         (entry,) = measure("--count", "1", ends="never served")["rows"]
         assert set(entry["us"].values()) == {120.0}
-        assert (entry["to_default"], entry["to_tuned"], entry["distance"]) == (1.0, 1.0, None)
+        assert (entry["to_default"], entry["to_tuned"], entry["note"]) == (1.0, 1.0, "")
 
     def test_a_config_that_fails_the_gate_has_no_ratio(self, measure: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(nearest, "default_config", lambda *_: stub_card.config(156, "gate memory"))
@@ -141,26 +142,16 @@ class TestMeasuring:
         assert "stopped after 25 s: 2 of 50 problems measured" in written["printed"]
 
 
-class TestServed:
-    def test_the_served_config_is_that_of_select(self) -> None:
-        with shipped_rows_only():
-            problem = ops.get("gemm").problem((4000, 4096, 4096))
-            found, choice = served(problem, H200), selection.select(problem, H200, note_miss=False)
-            assert (found.origin, found.config) == (choice.origin, choice.config) == ("nearest", choice.config)
-            assert f"{found.neighbour}, {found.distance:.2f} octaves" in choice.note
-            far = served(ops.get("gemm").problem((64, 128, 128)), H200)
-            assert (far.origin, far.distance, far.neighbour) == ("default", None, "")
-
-    def test_only_shipped_rows_are_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = os.environ["TLXGEN_CACHE"]
-        with shipped_rows_only():
-            assert os.environ["TLXGEN_CACHE"] != before
-            assert measured("gemm", H200)
-        assert os.environ["TLXGEN_CACHE"] == before
-        monkeypatch.delenv("TLXGEN_CACHE")
-        with shipped_rows_only():
-            pass
-        assert "TLXGEN_CACHE" not in os.environ
+def test_only_shipped_rows_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.environ["TLXGEN_CACHE"]
+    with shipped_rows_only():
+        assert os.environ["TLXGEN_CACHE"] != before
+        assert measured("gemm", H200)
+    assert os.environ["TLXGEN_CACHE"] == before
+    monkeypatch.delenv("TLXGEN_CACHE")
+    with shipped_rows_only():
+        pass
+    assert "TLXGEN_CACHE" not in os.environ
 
 
 @pytest.fixture(scope="module")
@@ -257,5 +248,5 @@ class TestSummary:
             return Timing(us, 0.0, 100.0, (us,), (100.0,))
 
         configs: dict[str, Config | None] = {"served": BEST, "default": DEFAULT, "tuned": None}
-        found = nearest.ratios(configs, {BEST: timing(50.0), DEFAULT: timing(100.0)})
+        found = nearest.ratios(configs, {BEST.id: timing(50.0), DEFAULT.id: timing(100.0)})
         assert (found["to_default"], found["to_tuned"], found["configs"]["tuned"]) == (2.0, None, None)
