@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -79,9 +79,8 @@ def main() -> None:
     print(mean_and_least(row["ratio"] for row in results.rows), results.path, sep="\n")
 
 
-@dataclass(frozen=True)
-class Operands:
-    """Arguments of a layer."""
+class Operands(NamedTuple):
+    """Arguments of `fused_moe`."""
 
     x: Tensor
     w1: Tensor
@@ -141,29 +140,29 @@ def by_index_add(given: Operands) -> Tensor:
     return total.index_add_(0, order // given.ids.shape[1], weighted).to(result.dtype)
 
 
-def by_token(given: Operands) -> Tensor:
-    """Results by token, (T, choices, K)."""
+def by_token(given: Operands) -> tuple[Tensor, Tensor]:
+    """Results by token, (T, choices, K), and the weights in their dtype, (T, choices)."""
     result, order = in_torch(given)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return result[place].view(*given.ids.shape, -1)
+    return result[place].view(*given.ids.shape, -1), given.weights.to(result.dtype)
 
 
 def by_sum(given: Operands) -> Tensor:
     """Combined by a gather and a weighted sum of rounded terms."""
-    results = by_token(given)
-    return (results * given.weights.to(results.dtype)[..., None]).sum(1)
+    results, weights = by_token(given)
+    return (results * weights[..., None]).sum(1)
 
 
 def by_product(given: Operands) -> Tensor:
     """Combined by a gather and a product with rounded weights."""
-    results = by_token(given)
-    return torch.bmm(given.weights.to(results.dtype)[:, None], results)[:, 0]
+    results, weights = by_token(given)
+    return torch.bmm(weights[:, None], results)[:, 0]
 
 
 def wholes(given: Operands) -> dict[str, Call]:
     """The layer in each way."""
     return {
-        OURS: lambda: fused_moe(given.x, given.w1, given.w2, given.weights, given.ids),
+        OURS: lambda: fused_moe(*given),
         "index_add": lambda: by_index_add(given),
         "sum": lambda: by_sum(given),
         "product": lambda: by_product(given),

@@ -100,7 +100,9 @@ def main() -> None:
 
 def measure(work: Work, children: dict[str, Child]) -> tuple[DeviceReport, Row]:
     """Checks and times both kernels in turn."""
-    origins, errors, runners = {}, {}, {}
+    origins: dict[str, str] = {}
+    errors: dict[str, float | None] = {}
+    runners: dict[str, Runner] = {}
     for name, problem in ((VARLEN, work.packed), (BATCH, work.batch)):
         runner = runners[name] = Runner(problem.operator, problem, seed=1, child=children[name])
         report = runner.setup()

@@ -1,4 +1,4 @@
-"""Fixture that runs a benchmark script in this process, on a stub H200."""
+"""Fixtures that run a benchmark script in this process on a stub H200, and time kernels on it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import stub_card  # type: ignore[import-not-found] # tests/conftest.py makes it importable
 
 from benchmarks import harness
 from tlxgen import devices
 from tlxgen.tuner.measure import DeviceReport
+from tlxgen.tuner.runner import Runner
 
 REPORT = DeviceReport(devices.target("h200"), {"torch": "2", "cuda": "13", "driver": "580"}, 0.0, 1.0)
 
@@ -41,3 +43,13 @@ def run(
         return {**json.loads(path.read_text()), "file": path.name, "printed": capsys.readouterr().out}
 
     return run
+
+
+@pytest.fixture
+def stub_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runners time stub configs; no other libraries are installed."""
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setenv(stub_card.NOTES, str(tmp_path / "notes"))
+    stub_card.install(monkeypatch.setattr, stub_card.healthy(8))
+    monkeypatch.setattr(harness, "emit", stub_card.emit)
+    monkeypatch.setattr(Runner, "invite", lambda _: ())

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import stub_card  # type: ignore[import-not-found] # conftest.py makes it importable
 
-from benchmarks import harness, nearest, untuned
+from benchmarks import nearest, untuned
 from benchmarks.nearest import measured, problems, shipped_rows_only, shortfalls, summary
 from tlxgen import devices, ops
 from tlxgen.config import Config
 from tlxgen.db.nearest import distance
 from tlxgen.errors import GpuLostError
 from tlxgen.problem import Problem
+from tlxgen.runtime import selection
 from tlxgen.runtime.selection import Choice
 from tlxgen.tuner import compile_pool, tune
 from tlxgen.tuner.compile_pool import CompilePool
@@ -32,17 +33,13 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> Run:
+def measure(monkeypatch: pytest.MonkeyPatch, stub_gpu: None, run: Run) -> Run:
     """Runs the script with 8 trials a tuning; a neighbour serves every problem."""
-    (tmp_path / "notes").mkdir()
-    monkeypatch.setenv(stub_card.NOTES, str(tmp_path / "notes"))
-    stub_card.install(monkeypatch.setattr, stub_card.healthy(8))
     monkeypatch.setattr(nearest, "Child", stub_card.StubChild)
     served = Choice("nearest", NEIGHBOUR, note="tuned for gemm 8 8 8 bf16 nn")
-    monkeypatch.setattr(nearest.selection, "select", lambda *_, **__: served)
+    monkeypatch.setattr(selection, "select", lambda *_, **__: served)
     monkeypatch.setattr(nearest, "default_config", lambda *_: DEFAULT)
-    for module in (nearest, harness):
-        monkeypatch.setattr(module, "emit", stub_card.emit)
+    monkeypatch.setattr(nearest, "emit", stub_card.emit)
     return lambda *words, **how: run(nearest, "--trials", "8", *words, **how)
 
 
@@ -98,7 +95,7 @@ class TestMeasuring:
         assert [entry["problem"] for entry in written["rows"]] == [among_all[0].model_dump(), among_all[2].model_dump()]
 
     def test_a_config_in_several_roles_is_timed_once(self, measure: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(nearest.selection, "select", lambda *_, **__: Choice("default", BEST))
+        monkeypatch.setattr(selection, "select", lambda *_, **__: Choice("default", BEST))
         monkeypatch.setattr(nearest, "default_config", lambda *_: BEST)
         (entry,) = measure("--count", "1", ends="never served")["rows"]
         assert set(entry["us"].values()) == {120.0}

@@ -8,12 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import stub_card  # type: ignore[import-not-found] # conftest.py makes it importable
 import yaml
 
 from benchmarks import harness, suite
 from tlxgen import paths
 from tlxgen.ops import suites
 from tlxgen.problem import Problem
+from tlxgen.runtime import selection
+from tlxgen.runtime.selection import Choice
 from tlxgen.tuner.measure import DeviceReport
 
 FILES = sorted(paths.SUITES.glob("*.yaml"))
@@ -76,3 +79,32 @@ def test_only_selects_shapes_with_their_ratios(run: Run, measured: list[Problem]
 def test_the_ratio_that_counts_is_to_the_fastest_library() -> None:
     assert suite.to_fastest({"ratio": 1.2}) == 1.2
     assert suite.to_fastest({"ratio": 1.2, "others": {"fa3": 0.9, "cudnn": 1.5}}) == 0.9
+
+
+class TestMeasuring:
+    @pytest.fixture(autouse=True)
+    def _configs(self, monkeypatch: pytest.MonkeyPatch, stub_gpu: None) -> None:
+        """The tuned kernel takes 80 us, the default 125 us, the peer 100 us."""
+        monkeypatch.setattr(selection, "select", lambda *_: Choice("tuned", stub_card.config(80)))
+        monkeypatch.setattr(suite, "default_config", lambda *_: stub_card.config(125))
+
+    def measure(self, *, tuned_only: bool = False) -> list[dict[str, Any]]:
+        child = stub_card.StubChild()
+        try:
+            return suite.measure(suites.problems("gemm")[0], child, 5, tuned_only=tuned_only)[1]
+        finally:
+            child.kill()
+
+    def test_tuned_and_default_kernels_are_timed_beside_the_peer(self) -> None:
+        rows = self.measure()
+        assert [(row["kind"], row["time_us"], row["peer_us"]) for row in rows] == [
+            ("tuned", 80.0, 100.0),
+            ("default", 125.0, 100.0),
+        ]
+        assert [row["ratio"] for row in rows] == [1.25, 0.8]
+        assert [row["kind"] for row in self.measure(tuned_only=True)] == ["tuned"]
+
+    def test_a_kernel_that_fails_the_gate_ends_the_script(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(suite, "default_config", lambda *_: stub_card.config(125, "gate memory"))
+        with pytest.raises(SystemExit, match="a kernel failed the gate"):
+            self.measure()

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import stub_card  # type: ignore[import-not-found] # conftest.py makes it importable
 
-from benchmarks import harness, varlen
+from benchmarks import varlen
 from benchmarks.varlen import BATCH, SPREADS, VARLEN, Work
 from tlxgen import ops
 from tlxgen.devices import target
+from tlxgen.problem import Problem
+from tlxgen.runtime import selection
 from tlxgen.runtime.selection import Choice, select
 from tlxgen.tuner.timing import Timing
 
@@ -67,20 +69,14 @@ def test_ratios_are_of_rates_in_the_same_look(monkeypatch: pytest.MonkeyPatch) -
 
 class TestScript:
     @pytest.fixture(autouse=True)
-    def _stub_gpu(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def _kernels(self, monkeypatch: pytest.MonkeyPatch, stub_gpu: None) -> None:
         """A packed kernel takes 120 us, the batch 114 us."""
-        (tmp_path / "notes").mkdir()
-        monkeypatch.setenv(stub_card.NOTES, str(tmp_path / "notes"))
-        stub_card.install(monkeypatch.setattr, [])
-        us = {"attention_varlen": 120, "attention": 114}
+
+        def select(problem: Problem, *_: Any, **__: Any) -> Choice:
+            return Choice("tuned", stub_card.config({"attention_varlen": 120, "attention": 114}[problem.operator]))
+
         monkeypatch.setattr(varlen, "Child", stub_card.StubChild)
-        monkeypatch.setattr(harness, "emit", stub_card.emit)
-        monkeypatch.setattr(varlen.Runner, "invite", lambda _: ())
-        monkeypatch.setattr(
-            varlen.selection,
-            "select",
-            lambda problem, *_, **__: Choice("tuned", stub_card.config(us[problem.operator])),
-        )
+        monkeypatch.setattr(selection, "select", select)
 
     def test_each_case_is_checked_and_written(self, run: Run) -> None:
         written = run(varlen)
