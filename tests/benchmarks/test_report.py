@@ -92,18 +92,13 @@ def test_only_text_between_the_markers_changes(results: Path, readme: Path) -> N
     assert "old" not in text
 
 
-def test_a_shape_without_a_tuned_kernel_is_not_tuned(results: Path, readme: Path) -> None:
-    write(results, [row("default", 1024, 250.0)])
-    run(results, readme)
-    assert "| 1024x512x256 | not tuned | 200.0 | - | - | 0.800 | - |" in ascii_text(readme)
-
-
-def test_different_options_are_named_by_shape(results: Path, readme: Path) -> None:
-    write(results, [row("tuned", 1024, 100.0), row("tuned", 1024, 50.0, out_dtype="fp32", epilogue="bias")])
+def test_shapes_without_a_tuned_kernel_and_with_other_options_are_named(results: Path, readme: Path) -> None:
+    rows = [row("default", 1024, 250.0), row("tuned", 1024, 50.0, out_dtype="fp32", epilogue="bias")]
+    write(results, rows)
     run(results, readme)
     text = ascii_text(readme)
-    assert "| 1024x512x256 bf16, nn |" in text
-    assert "| 1024x512x256 bf16, nn, fp32 out, bias |" in text
+    assert "| 1024x512x256 bf16, nn | not tuned | 200.0 | - | - | 0.800 | - |" in text
+    assert "| 1024x512x256 bf16, nn, fp32 out, bias | 50.0" in text
     assert "All shapes" not in text
 
 
