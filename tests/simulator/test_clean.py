@@ -1,4 +1,4 @@
-"""Correct kernels raise no alarm: 300 pairs of config and shape and more, twenty schedules each."""
+"""Emitted kernels without findings: at least 300 pairs of config and shape, twenty schedules each."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PROBLEMS: list[Problem] = [
 ]
 
 
-#: Of these one config a problem is enough: plain Triton has no barriers, the others few knobs or `attention_tma`'s.
+#: One config a problem is enough: plain Triton has no barriers, the others few knobs or those of `attention_tma`.
 ONCE = ("vanilla", "attention_decode", "attention_varlen")
 
 
@@ -70,13 +70,13 @@ def sample(operator: Operator[Problem], problem: Problem) -> list[KernelSource]:
 SOURCES = [source for problem in PROBLEMS for source in sample(ops.get(problem.operator), problem)]
 
 
-def test_there_are_three_hundred_pairs_of_config_and_shape() -> None:
+def test_at_least_300_pairs_of_config_and_shape_are_checked() -> None:
     assert sum(len(small_cases(source)) for source in SOURCES) >= 300
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source.problem.label} {source.config.short}")
-def test_a_correct_kernel_is_clean_in_twenty_schedules(source: KernelSource) -> None:
-    """In two if it is plain Triton, where nothing waits for anything: programs may come in one order or in another."""
+def test_emitted_kernel_is_clean(source: KernelSource) -> None:
+    """In twenty schedules; in two if it is plain Triton, whose programs do not wait for each other."""
     schedules = SCHEDULES if "language.extra.tlx" in source.text else 2
     report = check(source, schedules)
     assert report.clean, "\n".join(map(str, report.findings))

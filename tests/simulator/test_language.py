@@ -1,3 +1,5 @@
+"""The simulated `tl`: type promotion, arithmetic, shapes, reductions, memory and control."""
+
 from __future__ import annotations
 
 import itertools
@@ -64,11 +66,6 @@ class FakeMachine(GlobalOperations):
         assert offset % size == 0
         return self.buffers[base], offset // size
 
-    def lanes(self, addresses: np.ndarray, mask: np.ndarray | None) -> Any:
-        assert isinstance(addresses, np.ndarray)
-        assert addresses.dtype == np.int64
-        return (i for i in np.ndindex(addresses.shape) if mask is None or mask[i])
-
     def program_id(self, axis: int) -> int:
         return 10 + axis
 
@@ -76,18 +73,12 @@ class FakeMachine(GlobalOperations):
         return 20 + axis
 
     def global_load(self, addresses: np.ndarray, element: tl.dtype, mask: np.ndarray | None) -> np.ndarray:
-        values = np.full(addresses.shape, 77, numpy_dtype(element))
-        for lane in self.lanes(addresses, mask):
-            buffer, index = self.place(int(addresses[lane]))
-            values[lane] = buffer[index]
-        return values
+        return self.global_atomic(addresses, addresses, element, mask, lambda old, _: old)
 
     def global_store(
         self, addresses: np.ndarray, values: np.ndarray, element: tl.dtype, mask: np.ndarray | None
     ) -> None:
-        for lane in self.lanes(addresses, mask):
-            buffer, index = self.place(int(addresses[lane]))
-            buffer[index] = values[lane]
+        self.global_atomic(addresses, values, element, mask, lambda _, new: new)
 
     def global_atomic(
         self,
@@ -97,11 +88,13 @@ class FakeMachine(GlobalOperations):
         mask: np.ndarray | None,
         operation: Callable[[Any, Any], Any],
     ) -> np.ndarray:
-        old = np.zeros(addresses.shape, numpy_dtype(element))
-        for lane in self.lanes(addresses, mask):
-            buffer, index = self.place(int(addresses[lane]))
-            old[lane] = buffer[index]
-            buffer[index] = operation(old[lane], values[lane])
+        assert addresses.dtype == np.int64
+        old = np.full(addresses.shape, 77, numpy_dtype(element))
+        for lane in np.ndindex(addresses.shape):
+            if mask is None or mask[lane]:
+                buffer, index = self.place(int(addresses[lane]))
+                old[lane] = buffer[index]
+                buffer[index] = operation(old[lane], values[lane])
         return old
 
     def make_descriptor(
@@ -158,14 +151,14 @@ ARITHMETIC = [
 
 class TestPromotion:
     @pytest.mark.parametrize(("a", "b"), [*itertools.product(ARITHMETIC, ARITHMETIC)], ids=str)
-    def test_two_blocks_give_what_triton_gives(self, a: tl.dtype, b: tl.dtype) -> None:
+    def test_two_blocks_promote_as_in_triton(self, a: tl.dtype, b: tl.dtype) -> None:
         expected = TritonSemantic(None).computation_type_impl(a, False, b, False, False)
         result = block([1, 2], a) + block([1, 2], b)
         assert result.dtype == expected
         assert result.data.dtype == numpy_dtype(expected)
 
     @pytest.mark.parametrize(("dtype", "number"), [*itertools.product(ARITHMETIC, (True, 2, 1.5))], ids=str)
-    def test_a_number_adapts_to_the_block_if_its_kind_allows(self, dtype: tl.dtype, number: Any) -> None:
+    def test_number_and_block_promote_as_in_triton(self, dtype: tl.dtype, number: Any) -> None:
         semantic = TritonSemantic(None)
         expected = semantic.computation_type_impl(dtype, False, semantic.to_tensor_type(number), True, False)
         for result in (block([1], dtype) * number, number * block([1], dtype)):
@@ -177,11 +170,11 @@ class TestPromotion:
         [(True, tl.int1), (5, tl.int32), (2**31, tl.uint32), (-(2**31) - 1, tl.int64), (2**63, tl.uint64),
          (0.5, tl.float32), (1e300, tl.float64), (math.inf, tl.float32)],
     )  # fmt: skip
-    def test_a_number_alone_has_the_type_that_holds_it(self, number: Any, dtype: tl.dtype) -> None:
+    def test_number_alone_has_the_smallest_type_that_holds_it(self, number: Any, dtype: tl.dtype) -> None:
         assert as_block(number).dtype == dtype
         assert as_block(number).data == number
 
-    def test_division_has_rules_of_its_own(self) -> None:
+    def test_division_promotes_as_in_triton(self) -> None:
         assert (block(7, tl.int32) / block(2, tl.int32)).dtype == tl.float32
         assert float(block(7, tl.int32) / 2) == 3.5
         assert (block(1, tl.bfloat16) / block(3, tl.bfloat16)).dtype == tl.float32
@@ -190,18 +183,18 @@ class TestPromotion:
         with pytest.raises(TypeError, match="takes integers"):
             block(1, tl.float32) // 2
 
-    def test_a_number_that_does_not_fit_is_refused(self) -> None:
+    def test_number_out_of_range_is_refused(self) -> None:
         with pytest.raises(ValueError, match="300 is out of range for int8"):
             block(1, tl.int8) + 300
         with pytest.raises(ValueError, match="-1 is out of range for uint32"):
             block(1, tl.uint32) + -1
 
-    def test_a_compared_number_keeps_its_own_type(self) -> None:
+    def test_compared_number_keeps_its_type(self) -> None:
         assert bool(block(0.1, tl.float16) != 0.1)
         assert bool(block(100, tl.int8) < 300)
         assert (block([1, 2], tl.int32) < 2).dtype == tl.int1
 
-    def test_maximum_takes_a_number_for_float32_as_triton_does(self) -> None:
+    def test_maximum_takes_a_number_as_float32(self) -> None:
         assert LANG.maximum(block(1, tl.float16), 0.0).dtype == tl.float32
         assert LANG.maximum(block(1, tl.bfloat16), block(2, tl.bfloat16)).dtype == tl.float32
         assert LANG.where(block(True, tl.int1), block(1, tl.float16), 0.0).dtype == tl.float16
@@ -209,7 +202,7 @@ class TestPromotion:
 
 class TestIntegers:
     @given(INT32, INT32.filter(bool))
-    def test_division_is_that_of_c(self, a: int, b: int) -> None:
+    def test_division_truncates_as_in_c(self, a: int, b: int) -> None:
         quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
         wrapped = (quotient + 2**31) % 2**32 - 2**31
         for x, y in ((block(a, tl.int32), block(b, tl.int32)), (block([a], tl.int32), block([b], tl.int32))):
@@ -222,7 +215,7 @@ class TestIntegers:
         assert int(op(block(a, tl.int32), block(b, tl.int32))) == expected
         assert op(block([a], tl.int32), b).data.tolist() == [expected]
 
-    def test_division_by_zero_does_not_stop_the_kernel(self) -> None:
+    def test_division_by_zero_gives_zero(self) -> None:
         assert int(block(5, tl.int32) // block(0, tl.int32)) == 0
 
     def test_booleans_compute_modulo_two(self) -> None:
@@ -235,13 +228,13 @@ class TestIntegers:
         assert int(1 << block(5, tl.int32)) == 32
 
     @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
-    def test_umulhi_is_the_upper_half(self, a: int, b: int) -> None:
+    def test_umulhi_gives_the_upper_half(self, a: int, b: int) -> None:
         assert int(LANG.umulhi(block(a, tl.uint64), block(b, tl.uint64))) == a * b >> 64
         a, b = a & 0xFFFFFFFF, b & 0xFFFFFFFF
         result = LANG.umulhi(block([a], tl.uint32), block([b], tl.uint32))
         assert result.data.tolist() == [a * b >> 32]
 
-    def test_scalars_are_indices_and_conditions_and_blocks_are_not(self) -> None:
+    def test_only_scalars_are_indices_and_conditions(self) -> None:
         assert [10, 20, 30][block(1, tl.int32)] == 20
         assert not block(0, tl.int32)
         for use in (bool, int, float, operator.index):
@@ -290,15 +283,15 @@ class TestRounding:
         assert block([300, -1], tl.int32).to(tl.uint8).data.tolist() == [44, 255]
         assert block([-1.9, 0.5], tl.bfloat16).to(tl.int32).data.tolist() == [-1, 0]
 
-    def test_bits_can_be_read_as_another_dtype(self) -> None:
+    def test_bitcast_keeps_the_bits(self) -> None:
         assert int(block(1.0, tl.float32).to(tl.int32, bitcast=True)) == 0x3F800000
         with pytest.raises(ValueError, match="32 bits"):
             block(1.0, tl.float32).to(tl.int16, bitcast=True)
 
-    def test_minus_is_zero_minus_as_in_triton(self) -> None:
+    def test_minus_zero_is_positive_zero_as_in_triton(self) -> None:
         assert math.copysign(1, float(-block(0.0, tl.float32))) == 1
 
-    def test_overflow_and_nan_pass_silently(self) -> None:
+    def test_overflow_and_nan_give_no_warning(self) -> None:
         big = block(3e38, tl.float32)
         assert float(big * big) == math.inf
         assert math.isnan(float(big * big - big * big))
@@ -325,13 +318,13 @@ class TestPointers:
         assert bool(block(1008, self.P) > block(1000, self.P))
         assert bool(block(0, self.P) == 0)
 
-    def test_what_makes_no_sense_is_refused(self) -> None:
+    def test_invalid_operators_are_refused(self) -> None:
         senseless: list[Callable[[Block], Any]] = [lambda p: p + 1.5, lambda p: p + p, lambda p: p * 2, lambda p: 2 - p]
         for operation in senseless:
             with pytest.raises(TypeError, match="does not take"):
                 operation(block(1000, self.P))
 
-    def test_a_cast_changes_the_element(self) -> None:
+    def test_cast_changes_the_element_type(self) -> None:
         pointer = block(1000, self.P).to(tl.pointer_type(tl.int8), bitcast=True) + 1
         assert int(pointer.to(tl.int64)) == 1001
 
@@ -343,7 +336,7 @@ class TestShapes:
         assert (column * 8 + row).data.tolist() == np.arange(32).reshape(4, 8).tolist()
         assert (LANG.arange(0, 8) + LANG.zeros([4, 8], tl.int32)).shape == (4, 8)
 
-    def test_shapes_that_differ_are_named(self) -> None:
+    def test_error_names_different_shapes(self) -> None:
         with pytest.raises(ValueError, match=r"\+: the shapes \[4\] and \[8\] do not broadcast"):
             LANG.arange(0, 4) + LANG.arange(0, 8)
         with pytest.raises(ValueError, match="do not broadcast"):
@@ -351,7 +344,7 @@ class TestShapes:
         with pytest.raises(ValueError, match=r"\[4\] does not broadcast to \[8\]"):
             LANG.arange(0, 4).broadcast_to(8)
 
-    def test_scalars_can_be_given_dimensions(self) -> None:
+    def test_scalars_take_new_dimensions(self) -> None:
         scalar = as_block(3)
         assert scalar[None].shape == (1,)
         assert scalar[None, None].shape == (1, 1)
@@ -361,7 +354,7 @@ class TestShapes:
         with pytest.raises(ValueError, match="too many slices"):
             scalar[:]
 
-    def test_elements_move_as_in_triton(self) -> None:
+    def test_elements_are_rearranged_as_in_triton(self) -> None:
         x = LANG.arange(0, 8)
         low, high = x.reshape(4, 2).split()
         assert (low.data.tolist(), high.data.tolist()) == ([0, 2, 4, 6], [1, 3, 5, 7])
@@ -381,7 +374,7 @@ class TestShapes:
         with pytest.raises(ValueError, match="power of two"):
             LANG.arange(0, 3)
 
-    def test_swizzle_walks_columns_of_a_group_of_rows(self) -> None:
+    def test_swizzle_runs_by_columns_of_a_group_of_rows(self) -> None:
         i, j = LANG.arange(0, 4)[:, None], LANG.arange(0, 4)[None, :]
         a, b = LANG.swizzle2d(i, j, 4, 4, 2)
         places = np.zeros((4, 4), int)
@@ -390,7 +383,7 @@ class TestShapes:
 
 
 class TestBuiltins:
-    def test_a_range_yields_scalars_at_run_time(self) -> None:
+    def test_range_yields_run_time_scalars(self) -> None:
         values = list(builtin_range(as_block(7), 0, -3))
         assert [int(v) for v in values] == [7, 4, 1]
         assert {v.dtype for v in values} == {tl.int32}
@@ -401,7 +394,7 @@ class TestBuiltins:
         assert isinstance(builtin_max(3, 2), int)
         assert int(builtin_max(as_block(3), 5)) == 5
 
-    def test_an_assignment_makes_numbers_scalars(self) -> None:
+    def test_assignment_makes_run_time_scalars(self) -> None:
         one, (two, name) = normalise((1, [2.0, "x"]))
         assert (one.dtype, two.dtype, name) == (tl.int32, tl.float32, "x")
         assert normalise(True).dtype == tl.int1
@@ -413,7 +406,7 @@ class TestBuiltins:
         assert int(as_block(2) + tl.constexpr(3)) == 5
         assert LANG.constexpr(3) == 3
 
-    def test_a_subclass_may_compute_its_data_on_demand(self) -> None:
+    def test_subclass_may_compute_its_data(self) -> None:
         class Late(Block):
             __slots__ = ()
 
@@ -433,7 +426,7 @@ class TestReductions:
 
     @pytest.mark.parametrize("axis", [0, 1, -1, None])
     @pytest.mark.parametrize("keep", [False, True])
-    def test_they_agree_with_numpy(self, axis: int | None, keep: bool) -> None:
+    def test_reductions_agree_with_numpy(self, axis: int | None, keep: bool) -> None:
         for name in ("sum", "max", "min"):
             expected = getattr(np, name)(self.X.data, axis=axis, keepdims=keep)
             for ours in (
@@ -442,7 +435,7 @@ class TestReductions:
             ):
                 np.testing.assert_allclose(ours.data, expected, rtol=1e-5)
 
-    def test_they_choose_the_dtype_that_triton_chooses(self) -> None:
+    def test_reductions_promote_as_in_triton(self) -> None:
         full = np.full(4, 100)
         assert int(LANG.sum(block(full, tl.int8))) == 400
         table = {tl.int8: tl.int32, tl.uint8: tl.uint32, tl.int1: tl.uint32, tl.bfloat16: tl.float32}
@@ -454,7 +447,7 @@ class TestReductions:
         wrapped = LANG.sum(block([2**31 - 1, 1], tl.int32))
         assert (int(wrapped), wrapped.dtype) == (-(2**31), tl.int32)
 
-    def test_nan_loses_and_the_leftmost_of_equals_wins(self) -> None:
+    def test_extrema_ignore_nan_and_take_the_leftmost(self) -> None:
         x = block([1, math.nan, 3, 3, -2, -2], tl.float32)
         assert [float(LANG.max(x)), float(LANG.min(x))] == [3, -2]
         assert [int(LANG.argmax(x, 0)), int(LANG.argmin(x, 0))] == [2, 4]
@@ -465,7 +458,7 @@ class TestReductions:
         assert math.isnan(float(LANG.maximum(as_block(math.nan), 1.0, propagate_nan=tl.PropagateNan.ALL)))
 
     @pytest.mark.parametrize("axis", [0, 1, None])
-    def test_a_combine_function_need_only_be_associative(self, axis: int | None) -> None:
+    def test_combine_function_must_only_be_associative(self, axis: int | None) -> None:
         def last(a: Block, b: Block) -> Block:
             return b
 
@@ -474,7 +467,7 @@ class TestReductions:
         assert (LANG.reduce(x, axis, last).data == expected).all()
         assert (LANG.reduce(x, axis, last, keep_dims=True).shape) == {0: (1, 8), 1: (4, 1), None: (1, 1)}[axis]
 
-    def test_tuples_are_reduced_and_scanned_together(self) -> None:
+    def test_tuples_are_reduced_and_scanned(self) -> None:
         def affine(a1: Block, b1: Block, a2: Block, b2: Block) -> tuple[Block, Block]:
             return a1 * a2, b1 * a2 + b2
 
@@ -495,14 +488,14 @@ class TestReductions:
         assert LANG.cumprod(block([1, 2, 3, 4], tl.int32)).data.tolist() == [1, 2, 6, 24]
 
     @pytest.mark.parametrize("dtype", [tl.float32, tl.bfloat16, tl.int32])
-    def test_sort_and_topk(self, dtype: tl.dtype) -> None:
+    def test_sort_and_topk_agree_with_numpy(self, dtype: tl.dtype) -> None:
         x = self.X.to(dtype)
         expected = np.sort(x.to(tl.float32).data, -1)
         assert listed(LANG.sort(x)) == expected.tolist()
         assert listed(LANG.sort(x, descending=True)) == expected[:, ::-1].tolist()
         assert listed(LANG.topk(x, 4)) == expected[:, :-5:-1].tolist()
 
-    def test_gather_histogram_and_bits(self) -> None:
+    def test_gather_histogram_and_bitwise_sum(self) -> None:
         x = LANG.arange(0, 8) * 10
         assert LANG.gather(x, block([3, 0, 3], tl.int32), 0).data.tolist() == [30, 0, 30]
         assert LANG.histogram(block([0, 1, 1, 9, -1], tl.int32), 4).data.tolist() == [1, 2, 0, 0]
@@ -521,7 +514,7 @@ class TestMathematics:
         assert ours.dtype.name == dtype
         np.testing.assert_allclose(ours.to(tl.float32).data, theirs, rtol=1e-2 if dtype != "fp32" else 1e-5, atol=1e-6)
 
-    def test_integers_are_refused_as_by_triton(self) -> None:
+    def test_integers_are_refused(self) -> None:
         with pytest.raises(TypeError, match="exp takes floats, not int32"):
             LANG.exp(as_block(1))
 
@@ -571,7 +564,7 @@ class TestDot:
         assert (result.dtype, result.data.dtype) == (tl.int32, np.int32)
         assert result.data.tolist() == (a.data.astype(int) @ a.data.T.astype(int)).tolist()
 
-    def test_what_does_not_fit_is_refused(self) -> None:
+    def test_operands_that_do_not_fit_are_refused(self) -> None:
         a, b = random((16, 32)), random((16, 16))
         with pytest.raises(ValueError, match="do not fit"):
             LANG.dot(a, b)
@@ -583,7 +576,7 @@ class TestDot:
 
 
 class TestMemory:
-    def test_loads_and_stores(self, machine: FakeMachine, lang: Language) -> None:
+    def test_masks_of_loads_and_stores(self, machine: FakeMachine, lang: Language) -> None:
         source, target = machine.allocate(range(8), tl.float32), machine.allocate([0] * 8, tl.bfloat16)
         offsets = lang.arange(0, 8)
         x = lang.load(source + offsets, mask=offsets < 6, other=-1, cache_modifier=".cg")
@@ -592,7 +585,7 @@ class TestMemory:
         assert machine.buffers[int(target.data)].tolist() == [1, 2, 0, 4, 5, 6, 0, 0]
         assert lang.load(source + offsets, offsets < 1).data.tolist() == [0] + [77] * 7
 
-    def test_scalars_and_booleans(self, machine: FakeMachine, lang: Language) -> None:
+    def test_scalars_and_booleans_are_loaded_and_stored(self, machine: FakeMachine, lang: Language) -> None:
         flags = machine.allocate([0, 2], tl.int8).to(tl.pointer_type(tl.int1))
         assert lang.load(flags + lang.arange(0, 2)).data.tolist() == [False, True]
         lang.store(flags, 1)
@@ -600,7 +593,7 @@ class TestMemory:
         assert (scalar.shape, bool(scalar), scalar.dtype) == ((), True, tl.int1)
         assert int(lang.load(flags, mask=False, other=0)) == 0
 
-    def test_a_store_keeps_the_shape_of_its_pointers(self, machine: FakeMachine, lang: Language) -> None:
+    def test_store_has_the_shape_of_its_pointers(self, machine: FakeMachine, lang: Language) -> None:
         pointer = machine.allocate([0] * 4, tl.int32)
         lang.store(pointer + lang.arange(0, 4), 5)
         assert machine.buffers[int(pointer.data)].tolist() == [5] * 4
@@ -622,18 +615,18 @@ class TestMemory:
 
 
 class TestMachine:
-    def test_the_grid_and_the_barrier(self, machine: FakeMachine, lang: Language) -> None:
+    def test_grid_and_barrier_reach_the_machine(self, machine: FakeMachine, lang: Language) -> None:
         pid = lang.program_id(axis=1)
         assert (int(pid), pid.dtype, int(lang.num_programs(0))) == (11, tl.int32, 20)
         lang.debug_barrier()
         assert machine.barriers == 1
 
-    def test_descriptors_get_plain_numbers(self, lang: Language) -> None:
+    def test_descriptor_arguments_are_plain_numbers(self, lang: Language) -> None:
         base = block(0, tl.pointer_type(tl.float16))
         made = lang.make_tensor_descriptor(base, [as_block(8), 16], [16, tl.constexpr(1)], [4, tl.constexpr(8)])
         assert made == ([8, 16], [16, 1], [4, 8], "zero")
 
-    def test_assertions(self, machine: FakeMachine, lang: Language) -> None:
+    def test_false_assertions_are_findings(self, machine: FakeMachine, lang: Language) -> None:
         lang.device_assert(lang.arange(0, 4) < 4, "fine")
         lang.device_assert(lang.arange(0, 4) < 3, "too large", mask=lang.arange(0, 4) < 3)
         lang.device_assert(lang.arange(0, 4) < 3, "too large")
@@ -643,7 +636,7 @@ class TestMachine:
         with pytest.raises(AssertionError, match="why"):
             lang.static_assert(False, "why")
 
-    def test_assembly_that_is_known(
+    def test_registered_assembly_is_computed(
         self, machine: FakeMachine, lang: Language, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(assembly._MEANINGS, "swap", lambda a, b: (b, a))
@@ -654,13 +647,13 @@ class TestMachine:
         assert (a.data.tolist(), b.dtype) == ([1, 1, 1, 1], tl.float32)
         assert machine.findings == []
 
-    def test_assembly_that_is_unknown_is_a_finding(self, machine: FakeMachine, lang: Language) -> None:
+    def test_unknown_assembly_is_a_finding(self, machine: FakeMachine, lang: Language) -> None:
         zeros = lang.inline_asm_elementwise("bar.sync 0;", "", [lang.arange(0, 4)], tl.float32, False, 1)
         assert (zeros.dtype, zeros.data.tolist()) == (tl.float32, [0, 0, 0, 0])
         assert machine.findings[0][0] == "unknown_instruction"
         assert "bar.sync" in machine.findings[0][1]
 
-    def test_a_name_without_meaning_is_one_clear_line(self, lang: Language) -> None:
+    def test_unsupported_name_is_an_error_of_one_line(self, lang: Language) -> None:
         with pytest.raises(UnsupportedOperationError, match=r"^tl.dot_scaled is not supported by the simulator$"):
             _ = lang.dot_scaled
         assert not hasattr(lang.extra.libdevice, "j0")

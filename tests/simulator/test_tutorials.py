@@ -1,7 +1,7 @@
-"""fbtriton's own Hopper tutorials, simulated from their installed source, host code included.
+"""fbtriton's Hopper tutorials, simulated from their installed source, host code included.
 
-Most are clean. Where one is not, a test says what is found, and a comment which rule makes it a defect of the tutorial.
-Tiles are smaller than those that the tutorials tune, and no smaller than wgmma and TMA take.
+A tutorial with a defect has a test for the finding, with the rule that makes it a defect. Tiles are smaller than those
+that the tutorials tune.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WRONG = 1e-2  #: no rounding is that far off
 
 @functools.cache
 def tutorial(name: str) -> Program:
-    """Its names; what stands at its top and asks for a GPU is passed over."""
+    """The loaded file; statements at its top that need a GPU are skipped."""
     with resources.as_file(resources.files(tlx) / "tutorials" / name) as path:
         program = load(path)
     program.namespace["DEVICE"] = torch.device("cpu")
@@ -40,7 +40,7 @@ def tutorial(name: str) -> Program:
 
 
 def line_of(program: Program, text: str, nth: int = 0) -> int:
-    """Where a piece of a tutorial stands, so that no line number is written down here."""
+    """The line of a piece of a tutorial."""
     lines = Path(program.path).read_text(encoding="utf-8").splitlines()
     return [number for number, line in enumerate(lines, 1) if text in line][nth]
 
@@ -59,7 +59,7 @@ def schedule(request: pytest.FixtureRequest) -> Schedule:
 
 @pytest.fixture(autouse=True)
 def _empty_tensors_are_nan() -> Iterator[None]:
-    """What a kernel leaves out must not look right because an earlier run has written it."""
+    """Elements that a kernel does not write must not keep an earlier run's values."""
     torch.use_deterministic_algorithms(mode=True)
     yield
     torch.use_deterministic_algorithms(mode=False)
@@ -67,7 +67,7 @@ def _empty_tensors_are_nan() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `triton.autotune` makes of a kernel, with one config."""
+    """A kernel under `triton.autotune`, with one config."""
 
     kernel: Kernel
     config: dict[str, Any]
@@ -85,7 +85,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one call of a tutorial's host code."""
+    """The outcome of one call of a tutorial's host code."""
 
     result: Any
     findings: list[Finding]
@@ -102,10 +102,15 @@ class Run:
     def error(self, expected: torch.Tensor) -> float:
         return float((self.result.float() - expected).norm() / expected.norm())
 
+    def check(self, expected: torch.Tensor, error: float = GEMM_ERROR) -> None:
+        """No findings, and the expected result."""
+        assert self.findings == []
+        assert self.error(expected) < error
+
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU for host code: what it asks about one, and how things happen there."""
+    """A GPU for host code: its number of multiprocessors and its schedule."""
 
     schedule: Schedule
     multiprocessors: int = 2
@@ -143,7 +148,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Product:
-    """C = A·B, and what it is to come to."""
+    """C = A·B, with the expected result."""
 
     m: int
     n: int
@@ -199,7 +204,7 @@ def sized(sizes: list[tuple[Product, int]]) -> pytest.MarkDecorator:
 class TestVectorAddition:
     @pytest.mark.parametrize("elements", [1024, 2048, 2500])
     @pytest.mark.parametrize("host", ["add2", "add2_warp_specialized"])
-    def test_of_two_pairs_is_right(self, host: str, elements: int, schedule: Schedule) -> None:
+    def test_two_sums_are_right(self, host: str, elements: int, schedule: Schedule) -> None:
         x, y, a, b = (torch.randn(elements) for _ in range(4))
         run = Device(schedule).run(tutorial("vector-add2.py"), host, x, y, a, b)
         assert run.findings == []
@@ -233,32 +238,24 @@ class TestWarpSpecialisedGemm:
 
     @sized(SIZES)
     def test_is_right(self, size: Product, ctas: int, schedule: Schedule) -> None:
-        run = self.run(size, schedule, ctas)
-        assert run.findings == []
-        assert run.error(size.expected) < GEMM_ERROR
+        self.run(size, schedule, ctas).check(size.expected)
 
     @pytest.mark.parametrize("stages", [2, 4])
     @pytest.mark.parametrize("warp_barrier", [False, True])
     @pytest.mark.parametrize("subtile", [False, True])
     def test_is_right_in_its_variants(self, stages: int, warp_barrier: bool, subtile: bool, schedule: Schedule) -> None:
         variant = {"NUM_STAGES": stages, "USE_WARP_BARRIER": warp_barrier, "EPILOGUE_SUBTILE": subtile}
-        run = self.run(RAGGED, schedule, 2, **variant)
-        assert run.findings == []
-        assert run.error(RAGGED.expected) < GEMM_ERROR
+        self.run(RAGGED, schedule, 2, **variant).check(RAGGED.expected)
 
     @pytest.mark.parametrize("transposed", [(True, False), (False, True), (True, True)])
     def test_is_right_for_column_major_operands(self, transposed: tuple[bool, bool], schedule: Schedule) -> None:
         size = Product(200, 136, 168, transposed)
-        run = self.run(size, schedule, 2)
-        assert run.findings == []
-        assert run.error(size.expected) < GEMM_ERROR
+        self.run(size, schedule, 2).check(size.expected)
 
-    def test_has_tiles_in_the_right_place_in_ragged_groups(self, schedule: Schedule) -> None:
+    def test_ragged_groups_are_right(self, schedule: Schedule) -> None:
         """`pid % group_size_m` lacks the `% num_pid_in_group` of the other tutorials: a permutation all the same."""
         size = Product(640, 128, 32)
-        run = self.run(size, schedule, 3, GROUP_SIZE_M=2)
-        assert run.findings == []
-        assert run.error(size.expected) < GEMM_ERROR
+        self.run(size, schedule, 3, GROUP_SIZE_M=2).check(size.expected)
 
 
 class TestWarpSpecialisedGemmOfClusters:
@@ -273,7 +270,7 @@ class TestWarpSpecialisedGemmOfClusters:
 
     @sized(EVEN_TILES)
     @pytest.mark.parametrize("warp_barrier", [False, True])
-    def test_is_right_for_equal_tile_counts_and_one_column_of_tiles_a_cluster(
+    def test_is_right_for_equal_tile_counts(
         self, size: Product, ctas: int, warp_barrier: bool, schedule: Schedule
     ) -> None:
         """Nor may a CTA exit too early, though nothing but the last K step's handshake keeps it.
@@ -281,16 +278,12 @@ class TestWarpSpecialisedGemmOfClusters:
         A CTA ends after its consumers have waited for the bytes of the last multicast, and its producer for the peer's
         last arrival. So no `cluster_barrier` is missing at the end: that suspicion is refuted.
         """
-        run = self.run(size, schedule, ctas, USE_WARP_BARRIER=warp_barrier)
-        assert run.findings == []
-        assert run.error(size.expected) < GEMM_ERROR
+        self.run(size, schedule, ctas, USE_WARP_BARRIER=warp_barrier).check(size.expected)
 
     @pytest.mark.parametrize("transposed", [(True, False), (False, True)])
     def test_is_right_for_column_major_operands(self, transposed: tuple[bool, bool], schedule: Schedule) -> None:
         size = Product(256, 128, 96, transposed)
-        run = self.run(size, schedule, 2)
-        assert run.findings == []
-        assert run.error(size.expected) < GEMM_ERROR
+        self.run(size, schedule, 2).check(size.expected)
 
     def test_is_wrong_with_groups_of_one(self, schedule: Schedule) -> None:
         """A multicast box lands at the same offset in every target CTA (PTX, `cp.async.bulk.tensor` with
@@ -303,7 +296,7 @@ class TestWarpSpecialisedGemmOfClusters:
         assert run.findings == []
         assert run.error(size.expected) > WRONG
 
-    def test_is_wrong_with_an_odd_count_of_tiles_along_m(self, schedule: Schedule) -> None:
+    def test_is_wrong_with_an_odd_number_of_tiles_along_m(self, schedule: Schedule) -> None:
         """Also with the GROUP_SIZE_M=8 that the tutorial keeps for balanced sizes: a group is cut to the 3 tiles that
         there are, and the CTAs of every other cluster lie on both sides of a change of columns.
         """
@@ -312,7 +305,7 @@ class TestWarpSpecialisedGemmOfClusters:
         assert run.findings == []
         assert run.error(size.expected) > WRONG
 
-    def test_hangs_with_an_odd_count_of_tiles(self, schedule: Schedule) -> None:
+    def test_hangs_with_an_odd_number_of_tiles(self, schedule: Schedule) -> None:
         """CTA 0 has a tile more: it waits for the arrival of a peer that has ended, and arrives on a barrier in shared
         memory that is no more (PTX: a CTA may access another's shared memory only while that one exists).
         """
@@ -325,7 +318,7 @@ class TestWarpSpecialisedGemmOfClusters:
         assert "waits for more rounds than there are: cta 1 default has ended" in {f.message for f in run.findings}
 
     @sized([(Product(128, 64, 96), 2), (Product(384, 64, 96), 3)])
-    def test_is_refused_for_an_odd_grid(self, size: Product, ctas: int, schedule: Schedule) -> None:
+    def test_odd_grid_is_refused(self, size: Product, ctas: int, schedule: Schedule) -> None:
         """The host code launches min(multiprocessors, tiles) CTAs, even or not; a grid has whole clusters only
         (`cudaLaunchKernelEx`: the grid must be a multiple of the cluster).
         """
@@ -358,19 +351,16 @@ class TestSkinnyGemm:
 
     @pytest.mark.parametrize("size", [Product(64, 64, 128), Product(64, 64, 192), Product(100, 72, 200)], ids=str)
     @pytest.mark.parametrize("stages", [2, 3])
-    def test_by_tma_is_right_if_it_does_not_split(self, size: Product, stages: int, schedule: Schedule) -> None:
-        run = self.run(self.TMA, size, schedule, NUM_STAGES=stages)
-        assert run.findings == []
-        assert run.error(size.expected) < GEMM_ERROR
+    def test_tma_without_a_split_is_right(self, size: Product, stages: int, schedule: Schedule) -> None:
+        self.run(self.TMA, size, schedule, NUM_STAGES=stages).check(size.expected)
 
-    def test_by_tma_is_right_if_each_part_is_whole_blocks(self, schedule: Schedule) -> None:
+    def test_tma_split_into_whole_blocks_is_right(self, schedule: Schedule) -> None:
         size = Product(64, 256, 2048)
         run = self.run(self.TMA, size, schedule, multiprocessors=4, BLOCK_K=128)
         assert run.ctas == 2 * 4
-        assert run.findings == []
-        assert run.error(size.expected) < 2 * GEMM_ERROR  # the parts are rounded too
+        run.check(size.expected, 2 * GEMM_ERROR)  # the parts are rounded too
 
-    def test_by_tma_counts_products_twice_if_a_part_is_not_whole_blocks(self, schedule: Schedule) -> None:
+    def test_tma_split_into_partial_blocks_counts_products_twice(self, schedule: Schedule) -> None:
         """A box is cut off by the tensor's size only, not by the part that a CTA is to sum up: K = 2080 in two parts
         of 1040 is 16 blocks of 64 and a quarter, and the first part reads 48 columns of the second.
         """
@@ -383,9 +373,7 @@ class TestSkinnyGemm:
         assert run.error(twice) < 2 * GEMM_ERROR
 
     @pytest.mark.parametrize("stages", [3, 4])
-    def test_by_tma_leaves_loads_under_way_that_nobody_waits_for_if_k_is_short(
-        self, stages: int, schedule: Schedule
-    ) -> None:
+    def test_tma_of_a_short_k_ends_with_loads_in_flight(self, stages: int, schedule: Schedule) -> None:
         """The prologue loads NUM_STAGES - 1 blocks of K whether there are as many or not. What is not used is not
         waited for: TMA may still write when the CTA's shared memory is another's, or the epilogue's scratch. (PTX: only
         the mbarrier makes the completion of `cp.async.bulk.tensor` known.) Loads that are too slow are found under way
@@ -399,16 +387,14 @@ class TestSkinnyGemm:
 
     @pytest.mark.parametrize("size", [Product(64, 64, 64), Product(64, 64, 192), Product(100, 72, 200)], ids=str)
     @pytest.mark.parametrize("stages", [2, 3])
-    def test_by_cp_async_is_right_but_ends_with_copies_under_way(
-        self, size: Product, stages: int, schedule: Schedule
-    ) -> None:
+    def test_cp_async_ends_with_copies_in_flight(self, size: Product, stages: int, schedule: Schedule) -> None:
         """As in hopper_gemm_pipelined.py, whose loop it shares."""
         run = self.run(self.CP_ASYNC, size, schedule, NUM_STAGES=stages)
         last_commit = line_of(tutorial(self.FILE), "tlx.async_load_commit_group", 1)
         assert run.places == {("unfinished_at_exit", last_commit)}
         assert run.error(size.expected) < GEMM_ERROR
 
-    def test_by_cp_async_drops_what_is_left_of_k(self, schedule: Schedule) -> None:
+    def test_cp_async_drops_the_remainder_of_k(self, schedule: Schedule) -> None:
         """Parts are K // split_k long, and nobody sums up the K % split_k columns behind the last: here 4 of 8196."""
         size = Product(64, 64, 8196)
         run = self.run(self.CP_ASYNC, size, schedule, multiprocessors=4, BLOCK_K=128)
@@ -424,7 +410,7 @@ class TestPipelinedGemm:
 
     @pytest.mark.parametrize("size", [Product(64, 64, 32), Product(128, 64, 96), Product(100, 72, 168)], ids=str)
     @pytest.mark.parametrize("stages", [2, 3, 4])
-    def test_is_right_but_ends_with_copies_under_way(self, size: Product, stages: int, schedule: Schedule) -> None:
+    def test_ends_with_copies_in_flight(self, size: Product, stages: int, schedule: Schedule) -> None:
         """The loop commits a group each time and waits for all but NUM_STAGES - 2; after it nothing waits for the rest,
         which are masked off and so write zeros. (PTX: the writes of `cp.async` are known to be complete only after
         `cp.async.wait_group`, `wait_all` or an mbarrier; neither `bar.sync` nor the end of a thread is among these.)
@@ -457,8 +443,7 @@ class TestPersistentCooperativeGemm:
             tuned=("matmul_kernel_tlx_ws_persistent", gemm_config(EPILOGUE_SUBTILE=subtile)),
             pre_hook="matmul_tma_set_block_size_hook",
         )
-        assert run.findings == []
-        assert run.error(size.expected) < GEMM_ERROR
+        run.check(size.expected)
 
 
 class TestPersistentPingPongGemm:
@@ -483,13 +468,12 @@ class TestPersistentPingPongGemm:
             tuned=("matmul_kernel_tlx_ws_persistent", gemm_config(USE_NAMED_BARRIER=barriers == "named")),
             pre_hook="matmul_tma_set_block_size_hook",
         )
-        assert run.findings == []
-        assert run.error(size.expected) < GEMM_ERROR
+        run.check(size.expected)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Q, K, V of so many heads, and what attention makes of them."""
+    """Q, K and V of some heads, with the expected result."""
 
     heads: int
     context: int
@@ -526,8 +510,8 @@ HEADS = [
 ]
 
 
-#: Nobody gets to run fp8 on Hopper: wgmma takes 8-bit operands K-major only (PTX, `wgmma.mma_async`: transposition is
-#: for 16-bit types), and the compiler gives up on these tiles of V. The tests say what else is in the way.
+#: No fp8 kernel runs on Hopper: wgmma takes 8-bit operands K-major only (PTX, `wgmma.mma_async`: transposition is
+#: for 16-bit types), and the compiler gives up on these tiles of V. The tests show the other defects.
 FP8 = torch.float8_e5m2
 
 
@@ -559,29 +543,24 @@ class TestAttention:
     @pytest.mark.parametrize(("heads", "block_n"), HEADS, ids=str)
     @pytest.mark.parametrize("file", ATTENTION)
     def test_is_right(self, file: str, heads: Heads, block_n: int, schedule: Schedule) -> None:
-        run = attend(file, heads, schedule, block_n)
-        assert run.findings == []
-        assert run.error(heads.expected) < ATTENTION_ERROR
+        attend(file, heads, schedule, block_n).check(heads.expected, ATTENTION_ERROR)
 
     @pytest.mark.parametrize("file", [FLASH, PIPELINED])
     def test_is_right_with_one_consumer(self, file: str, schedule: Schedule) -> None:
         """Not in ping-pong, which takes two."""
         heads = Heads(2, 192, 64)
-        run = attend(file, heads, schedule, consumers=1)
-        assert run.findings == []
-        assert run.error(heads.expected) < ATTENTION_ERROR
+        attend(file, heads, schedule, consumers=1).check(heads.expected, ATTENTION_ERROR)
 
     @pytest.mark.parametrize(("count", "ctas"), [(2, 1), (3, 1), (3, 2), (5, 3)])
-    def test_is_right_with_odd_and_even_tiles_a_persistent_cta(self, count: int, ctas: int, schedule: Schedule) -> None:
+    def test_persistent_kernel_is_right_for_odd_and_even_tiles(self, count: int, ctas: int, schedule: Schedule) -> None:
         """Also the wait before Q is released: it leaves P·V under way, and that reads no Q."""
         heads = Heads(count, 128, 64)
         run = attend(PERSISTENT, heads, schedule, multiprocessors=ctas)
         assert run.ctas == ctas
-        assert run.findings == []
-        assert run.error(heads.expected) < ATTENTION_ERROR
+        run.check(heads.expected, ATTENTION_ERROR)
 
     @pytest.mark.parametrize("file", ATTENTION)
-    def test_of_a_ragged_context_writes_beyond_the_log_sums(self, file: str, schedule: Schedule) -> None:
+    def test_ragged_context_writes_beyond_the_log_sums(self, file: str, schedule: Schedule) -> None:
         """`tl.store(m_ptrs, m_i)` has no mask, and the rows of all heads are one axis for TMA: the tail of a head lands
         in the next one's rows, and that of the last behind the tensor. Nothing refuses such a context.
         """
@@ -594,7 +573,7 @@ class TestAttention:
         assert "data_race" in run.kinds
 
     @pytest.mark.parametrize("file", [FLASH, PIPELINED, PINGPONG])
-    def test_of_fp8_expects_twice_the_bytes_that_come(self, file: str, schedule: Schedule) -> None:
+    def test_fp8_expects_twice_the_bytes(self, file: str, schedule: Schedule) -> None:
         """`2 * BLOCK_M_SPLIT * HEAD_DIM` is meant for fp16. An mbarrier's phase completes only when its tx-count is
         zero (PTX, "Phase completion of mbarrier"), so consumers wait for Q for ever.
         """
@@ -603,7 +582,7 @@ class TestAttention:
         assert {"deadlock", "wrong_byte_count"} <= run.kinds
         assert any("q_fulls[0]: 4096 more bytes are expected than come" in f.message for f in run.findings)
 
-    def test_of_fp8_reads_the_wrong_v_in_the_persistent_kernel(self, schedule: Schedule) -> None:
+    def test_fp8_of_the_persistent_kernel_reads_the_wrong_v(self, schedule: Schedule) -> None:
         """V's descriptor is one of [D, N], yet its boxes are loaded at [row of K, 0], into tiles that no `local_trans`
         turns: the first is a piece of V transposed, the second lies behind V's D = 64 rows and is all zeros.
         """
@@ -616,7 +595,7 @@ class TestAttention:
         assert run.error(weights @ v.float()) > 1
         assert run.error(weights @ read) < 0.1  # e5m2 has two bits of mantissa
 
-    def test_of_fp8_fits_no_other_width_than_the_block_in_the_persistent_kernel(self, schedule: Schedule) -> None:
+    def test_fp8_of_the_persistent_kernel_needs_boxes_like_tiles(self, schedule: Schedule) -> None:
         """A box and the tile that it is loaded to have one shape (the compiler's verifier)."""
         heads = Heads(1, 128, 64)
         inputs = tuple(tensor.to(FP8) for tensor in heads.inputs)
@@ -626,7 +605,7 @@ class TestAttention:
 
 
 def parameters(operation: Any) -> list[str]:
-    """Names that a kernel may give arguments by."""
+    """Names of the arguments that can be given by name."""
     every = inspect.signature(operation).parameters.values()
     named = [p.name for p in every if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and p.name[0] != "_"]
     return [name for name in named if name != "self"]
@@ -637,6 +616,6 @@ UNREAD = {"async_descriptor_prefetch_tensor", "prefetch", "async_tasks", "reuse_
 
 
 @pytest.mark.parametrize("name", sorted(set(OPERATIONS) - UNREAD))
-def test_an_operation_names_its_arguments_as_tlx_does(name: str) -> None:
+def test_operation_names_its_arguments_as_in_tlx(name: str) -> None:
     expected = parameters(getattr(tlx, name))
     assert parameters(getattr(Tlx, name))[: len(expected)] == expected

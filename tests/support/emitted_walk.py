@@ -1,4 +1,4 @@
-"""Functions of an emitted kernel that say who works on what, as plain Python."""
+"""The work distribution of an emitted kernel, as plain Python functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FUNCTIONS = ("cut", "turns", "work_at", "pieces_of")
 
 
 class Walk:
-    """Of a kernel whose last round is split. Set `programs` to the size of the grid."""
+    """The distribution of a kernel that splits its last round; `programs` is the size of the grid."""
 
     def __init__(self, text: str) -> None:
         self.program, self.programs = 0, 1
@@ -27,7 +27,7 @@ class Walk:
                 exec(compile(ast.Module([node], []), "emitted", "exec"), self.names)
 
     def work(self, program: int, *sizes: int) -> list[tuple[int, int, int]]:
-        """Tile, and blocks of its loop from where to where, of each turn."""
+        """Tile, first block and end of each turn of a program."""
         self.program = program
         return [self.names["work_at"](turn, *sizes) for turn in range(self.names["turns"](*sizes))]
 
@@ -39,7 +39,7 @@ class Walk:
     def pieces_by_tile(
         self, programs: int, tiles: int, whole_tiles: int, sharers: int, blocks: int, most: int
     ) -> dict[int, list[int]]:
-        """The numbers of each split tile's pieces, once it is sure that every block of every tile is worked on once."""
+        """The numbers of each split tile's pieces; asserts that every block of every tile is done exactly once."""
         self.programs, sizes = programs, (tiles, whole_tiles, sharers, blocks)
         done: dict[int, list[tuple[int, int]]] = {}
         numbers: dict[int, list[int]] = {}
@@ -50,8 +50,8 @@ class Walk:
                     numbers.setdefault(index - whole_tiles, []).append(program + index - whole_tiles)
         assert sorted(done) == list(range(tiles))
         for index, pieces in done.items():
-            assert [0, *(end for _, end in pieces)] == [*(first for first, _ in pieces), blocks], "end to end"
-            assert all(first < end for first, end in pieces), "none of nothing"
+            assert [0, *(end for _, end in pieces)] == [*(first for first, _ in pieces), blocks], "gaps or overlaps"
+            assert all(first < end for first, end in pieces), "empty piece"
             assert len(pieces) == 1 or index >= whole_tiles
 
         assert len(numbers) == tiles - whole_tiles
@@ -59,5 +59,5 @@ class Walk:
             assert found == list(self.pieces(tile, tiles - whole_tiles, sharers, blocks))
             assert len(found) <= most
         each = [number for found in numbers.values() for number in found]
-        assert len(set(each)) == len(each), "no two have one place"
+        assert len(set(each)) == len(each), "two pieces with one number"
         return numbers

@@ -1,4 +1,4 @@
-"""One launch of an emitted kernel in the simulator, by whoever looks at what comes of it."""
+"""One launch of an emitted kernel in the simulator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def launch(
     num_sms: int,
     seed: int = 1,
 ) -> tuple[Any, ...]:
-    """The kernel's arguments, after a launch of which nothing was found wrong."""
+    """Launches a kernel, which must give no finding; returns its arguments."""
     program = load(source.file_name, source.text)
     module: Any = SimpleNamespace(arguments=program["arguments"])
     grid, args = operator.arguments(module, inputs, out, num_sms=num_sms)

@@ -93,35 +93,21 @@ def check(
     """
     totals = _Totals()
     cases = small_cases(source)
-    for machine in _runs(source, cases, path, schedules(count, seed), seed, limits, timeline):
-        totals.add([machine])
-        if stop_early and totals.findings:
-            break
-    return totals.report(tuple(f"{case.problem.label} on {case.num_sms}" for case in cases))
-
-
-def _runs(
-    source: KernelSource,
-    cases: Iterable[Case[Any]],
-    path: Path | None,
-    chosen: Iterable[Schedule],
-    seed: int,
-    limits: Limits | None,
-    timeline: Path | None,
-) -> Iterator[Machine]:
-    """Yields the machine of each small problem under each schedule, after its run."""
+    labels = tuple(f"{case.problem.label} on {case.num_sms}" for case in cases)
     program = load(path or source.file_name, source.text)
     for case in cases:
         run = _CaseRun(program, source, case, seed)
-        for schedule in chosen:
+        for schedule in schedules(count, seed):
             machine = schedule.machine(limits)
-            if timeline is not None:
+            if timeline is not None and not totals.runs:
                 machine.timeline = Timeline()
             run.on(machine)
             if timeline is not None and machine.timeline is not None:
                 machine.timeline.write(timeline)
-                timeline = None  # the first run only
-            yield machine
+            totals.add([machine])
+            if stop_early and totals.findings:
+                return totals.report(labels)
+    return totals.report(labels)
 
 
 def small_cases(source: KernelSource) -> list[Case[Any]]:
@@ -184,11 +170,11 @@ class _Totals:
     def __init__(self) -> None:
         self.findings: dict[tuple[Any, ...], Finding] = {}
         self._started = time.perf_counter()
-        self._runs = self._steps = 0
+        self.runs = self._steps = 0
 
     def add(self, machines: Iterable[Machine], more: Iterable[Finding] = ()) -> None:
         """Adds a run, of one launch or several; repeated findings are left out."""
-        self._runs += 1
+        self.runs += 1
         found: list[Finding] = []
         for machine in machines:
             self._steps += machine.steps
@@ -200,7 +186,7 @@ class _Totals:
     def report(self, cases: tuple[str, ...] = ()) -> Report:
         """The totals as a report."""
         seconds = time.perf_counter() - self._started
-        return Report(tuple(self.findings.values()), self._runs, self._steps, seconds, cases)
+        return Report(tuple(self.findings.values()), self.runs, self._steps, seconds, cases)
 
 
 class _CaseRun:

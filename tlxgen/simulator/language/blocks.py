@@ -67,8 +67,19 @@ def binary(operation: Operation, a: Any, b: Any) -> Any:
         _refuse_shapes(operation.symbol, x, y)
 
 
-def _refuse_shapes(symbol: str, a: Array, b: Array) -> NoReturn:
-    raise ValueError(f"{symbol}: the shapes {list(a.shape)} and {list(b.shape)} do not broadcast") from None
+def _refuse_shapes(what: str, *arrays: Array) -> NoReturn:
+    shapes = " and ".join(str(list(array.shape)) for array in arrays)
+    raise ValueError(f"{what}: the shapes {shapes} do not broadcast") from None
+
+
+def broadcast_arrays(what: str, *arrays: Array) -> tuple[Array, ...]:
+    """The arrays with one shape; `what` is for the error."""
+    if all(array.shape == arrays[0].shape for array in arrays):
+        return tuple(map(np.asarray, arrays))
+    try:
+        return tuple(np.broadcast_arrays(*arrays))
+    except ValueError:
+        _refuse_shapes(what, *arrays)
 
 
 def _pointer_operation(operation: Operation, a: Block, b: Block) -> Block:
@@ -278,7 +289,7 @@ _bitcast = bitcast  # `to` has an argument of this name
 
 
 def _integers(values: tuple[Any, ...]) -> list[int]:
-    """Sizes or axes that were given one by one or as one sequence."""
+    """Sizes or axes, given one by one or as one sequence."""
     if len(values) == 1:
         only = unwrap(values[0])
         values = tuple(only) if isinstance(only, (tuple, list, tl.tuple)) else (only,)
@@ -297,7 +308,7 @@ def as_block(value: Any) -> Block:
 
 
 def normalise(value: Any) -> Any:
-    """What a variable holds after an assignment: numbers become scalars at run time, in tuples and lists too."""
+    """The value of a variable after an assignment: numbers become run-time scalars, also in tuples and lists."""
     kind = type(value)
     if kind is int or kind is float or kind is bool:
         return as_block(value)
@@ -311,35 +322,41 @@ def widened(block: Block) -> Block:
     return block.to(tl.float32) if block.dtype.is_bf16() else block
 
 
-def minimum(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Block:
-    """The smaller elements; a number where the other is NaN, unless NaN propagates."""
-    operation = arithmetic.MINIMUM_OR_NAN if unwrap(propagate_nan) == tl.PropagateNan.ALL else arithmetic.MINIMUM
-    return binary(operation, widened(as_block(x)), widened(as_block(y)))  # type: ignore[no-any-return]
+def _extremum(operation: Operation, with_nan: Operation) -> Callable[..., Block]:
+    """`tl.minimum` or `tl.maximum`; a number where the other is NaN, unless NaN propagates."""
+
+    def apply(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Block:
+        chosen = with_nan if unwrap(propagate_nan) == tl.PropagateNan.ALL else operation
+        return binary(chosen, widened(as_block(x)), widened(as_block(y)))  # type: ignore[no-any-return]
+
+    return apply
 
 
-def maximum(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Block:
-    """The larger elements; a number where the other is NaN, unless NaN propagates."""
-    operation = arithmetic.MAXIMUM_OR_NAN if unwrap(propagate_nan) == tl.PropagateNan.ALL else arithmetic.MAXIMUM
-    return binary(operation, widened(as_block(x)), widened(as_block(y)))  # type: ignore[no-any-return]
+minimum = _extremum(arithmetic.MINIMUM, arithmetic.MINIMUM_OR_NAN)
+maximum = _extremum(arithmetic.MAXIMUM, arithmetic.MAXIMUM_OR_NAN)
 
 
-def builtin_min(*values: Any) -> Any:
-    """What `min` means in a kernel; of constants alone, a constant."""
-    return functools.reduce(minimum, values) if any(isinstance(v, Block) for v in values) else min(map(unwrap, values))
+def _builtin(constants: Callable[..., Any], blocks: Callable[[Any, Any], Block]) -> Callable[..., Any]:
+    """`min` or `max` in a kernel; of constants alone, a constant."""
+
+    def apply(*values: Any) -> Any:
+        if any(isinstance(value, Block) for value in values):
+            return functools.reduce(blocks, values)
+        return constants(map(unwrap, values))
+
+    return apply
 
 
-def builtin_max(*values: Any) -> Any:
-    """What `max` means in a kernel; of constants alone, a constant."""
-    return functools.reduce(maximum, values) if any(isinstance(v, Block) for v in values) else max(map(unwrap, values))
+builtin_min, builtin_max = _builtin(min, minimum), _builtin(max, maximum)
 
 
 def builtin_abs(value: Any) -> Any:
-    """What `abs` means in a kernel."""
+    """`abs` in a kernel."""
     return abs(unwrap(value))
 
 
 def builtin_range(*bounds: Any) -> Iterator[Block]:
-    """What `range` means in a kernel: its values are scalars at run time, of 64 bits if a bound is."""
+    """`range` in a kernel: run-time scalars, of 64 bits if a bound has 64."""
     wide = any(isinstance(bound, Block) and bound.dtype.primitive_bitwidth == 64 for bound in bounds)
     dtype, kind = (tl.int64, np.int64) if wide else (tl.int32, np.int32)
     for value in range(*(operator.index(unwrap(bound)) for bound in bounds)):

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 (Triton's keywords, among them hints that change no value)
-"""Elementwise functions, as the GPU computes them up to the last bits of a transcendental."""
+"""Elementwise functions; transcendental ones may differ from the GPU in the last bits."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from tlxgen.simulator.language.blocks import Block, as_block, maximum, minimum, 
 from tlxgen.simulator.language.reductions import reduce_max, reduce_sum
 
 
-def _erf(x: Any) -> Any:
-    from scipy.special import erf
+def _special(name: str) -> Callable[..., Any]:
+    """A function of `scipy.special`, imported when it is called."""
 
-    return erf(x)
+    def call(x: Any) -> Any:
+        from scipy import special
 
+        return getattr(special, name)(x)
 
-def _erfc(x: Any) -> Any:
-    from scipy.special import erfc
-
-    return erfc(x)
+    return call
 
 
 def common(*blocks: Block) -> tl.dtype:
@@ -69,7 +68,7 @@ def _fused(x: Any, y: Any, z: Any) -> Any:
 
 _ELEMENTARY: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in ("exp", "exp2", "log", "log2", "sin", "cos", "sqrt", "floor", "ceil")},
-    "erf": _erf,
+    "erf": _special("erf"),
     "rsqrt": _rsqrt,
 }
 
@@ -96,7 +95,7 @@ _LIBDEVICE: dict[str, Callable[..., Any]] = {
     "fast_powf": np.power,
     "fast_dividef": np.divide,
     "pow": np.power,
-    "erfc": _erfc,
+    "erfc": _special("erfc"),
     "fma": _fused,
     "fma_rn": _fused,
     "fmod": np.fmod,

@@ -13,7 +13,7 @@ from triton.language.core import constexpr
 from tlxgen.errors import TlxgenError
 from tlxgen.simulator.dtypes import Array, convert, numpy_dtype, quiet, unwrap
 from tlxgen.simulator.language import assembly, mathematics, reductions, shapes, tensor_cores
-from tlxgen.simulator.language.blocks import METHODS, Block, as_block, builtin_range, maximum, minimum
+from tlxgen.simulator.language.blocks import METHODS, Block, as_block, broadcast_arrays, builtin_range, maximum, minimum
 from tlxgen.simulator.language.global_operations import GlobalOperations
 
 
@@ -49,17 +49,15 @@ def unwrapping(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _SHAPES: dict[str, Callable[..., Any]] = {
-    "reshape": Block.reshape,
-    "view": Block.view,
-    "permute": Block.permute,
-    "trans": Block.trans,
-    "broadcast_to": Block.broadcast_to,
-    "expand_dims": shapes.expand_dims,
-    "split": Block.split,
-    "cast": shapes.cast,
-    **{name: getattr(shapes, name) for name in ("arange", "full", "full_like", "zeros", "zeros_like")},
-    **{name: getattr(shapes, name) for name in ("ravel", "squeeze", "unsqueeze", "item")},
+    **{name: getattr(Block, name) for name in ("reshape", "view", "permute", "trans", "broadcast_to", "split")},
+    **{name: getattr(shapes, name) for name in ("arange", "full", "full_like", "squeeze", "item")},
     **{name: getattr(shapes, name) for name in ("join", "interleave", "cat", "broadcast", "swizzle2d")},
+    "zeros": lambda shape, dtype: shapes.full(shape, 0, dtype),
+    "zeros_like": lambda x: shapes.full(x.shape, 0, x.dtype),
+    "ravel": lambda x, can_reorder=False: x.reshape(x.numel),  # noqa: ARG005 (elements keep their order)
+    "expand_dims": lambda x, axis: as_block(x).expand_dims(axis),
+    "unsqueeze": lambda x, dim: x.expand_dims(dim),
+    "cast": lambda x, *args, **options: as_block(x).to(*args, **options),
 }
 
 _REDUCTIONS: dict[str, Callable[..., Any]] = {
@@ -89,7 +87,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "mul": lambda x, y, sanitize_overflow=True: as_block(x) * y,  # noqa: ARG005
 }
 
-METHODS.update(_REDUCTIONS | _ELEMENTWISE | {"ravel": shapes.ravel, "item": shapes.item})
+METHODS.update(_REDUCTIONS | _ELEMENTWISE | {name: _SHAPES[name] for name in ("ravel", "item")})
 
 
 def _static_assert(condition: Any, message: str = "") -> None:
@@ -97,34 +95,16 @@ def _static_assert(condition: Any, message: str = "") -> None:
         raise AssertionError(message or "static_assert")
 
 
-def _print(*values: Any, **_options: Any) -> None:
-    print(*values)  # noqa: T201 (the kernel prints)
-
-
-def _same(block: Any, *_values: Any, **_options: Any) -> Any:
-    """A hint to the compiler, which changes no value."""
-    return block
-
-
 def _nothing(*_args: Any, **_options: Any) -> None:
     """An instruction without an effect on values."""
 
 
-def _static_range(*bounds: Any, **_options: Any) -> range:
-    return range(*map(unwrap, bounds))
-
-
-def _range(*bounds: Any, **_options: Any) -> Any:
-    return builtin_range(*bounds)
-
-
 _CONTROL: dict[str, Callable[..., Any]] = {
     "static_assert": _static_assert,
-    "static_print": _print,
-    "device_print": _print,
-    **dict.fromkeys(("multiple_of", "max_contiguous", "max_constancy"), _same),
-    "range": _range,
-    "static_range": _static_range,
+    **dict.fromkeys(("static_print", "device_print"), lambda *values, **_options: print(*values)),  # noqa: T201
+    **dict.fromkeys(("multiple_of", "max_contiguous", "max_constancy"), lambda block, *_values, **_options: block),
+    "range": lambda *bounds, **_options: builtin_range(*bounds),
+    "static_range": lambda *bounds, **_options: range(*map(unwrap, bounds)),
     "load_tensor_descriptor": lambda descriptor, offsets: descriptor.load(offsets),
     "store_tensor_descriptor": lambda descriptor, offsets, value: descriptor.store(offsets, value),
     "to_tensor": as_block,
@@ -191,7 +171,7 @@ class Language(Namespace):
             if other is not None:
                 raise ValueError("load: `other` says what masked lanes hold, and there is no mask")
             return self._loaded(np.asarray(pointer.data), None, element)
-        addresses, active = _broadcast("load", pointer.data, _mask(mask))
+        addresses, active = broadcast_arrays("load", pointer.data, _mask(mask))
         values = self._loaded(addresses, active, element)
         if other is None:
             return values
@@ -222,8 +202,8 @@ class Language(Namespace):
     def atomic_cas(self, pointer: Block, cmp: Any, val: Any, **_semantics: Any) -> Block:
         """`tl.atomic_cas`, lane by lane: each has its own value to compare with."""
         element = _element(pointer, "atomic_cas", writes=True)
-        addresses, expected = _broadcast("atomic_cas", pointer.data, as_block(cmp).to(element).data)
-        addresses, values = _broadcast("atomic_cas", addresses, as_block(val).to(element).data)
+        addresses, expected = broadcast_arrays("atomic_cas", pointer.data, as_block(cmp).to(element).data)
+        addresses, values = broadcast_arrays("atomic_cas", addresses, as_block(val).to(element).data)
         old = np.empty(addresses.shape, numpy_dtype(element))
         for lane in np.ndindex(addresses.shape):
             swap = functools.partial(_swap_if_equal, expected[lane])
@@ -309,24 +289,13 @@ def _mask(mask: Any) -> Array:
     return convert(block.data, block.dtype, tl.int1)
 
 
-def _broadcast(what: str, a: Array, b: Array) -> tuple[Array, Array]:
-    """Two arrays of one shape."""
-    if a.shape == b.shape:
-        return np.asarray(a), np.asarray(b)
-    try:
-        first, second = np.broadcast_arrays(a, b)
-    except ValueError:
-        raise ValueError(f"{what}: the shapes {list(a.shape)} and {list(b.shape)} do not broadcast") from None
-    return first, second
-
-
 def _lanes(what: str, pointer: Block, values: Array, mask: Any) -> tuple[Array, Array, Array | None]:
     """Addresses, values and mask, broadcast to the shape of the pointers."""
-    addresses, values = _broadcast(what, pointer.data, values)
+    addresses, values = broadcast_arrays(what, pointer.data, values)
     active = None
     if mask is not None:
-        addresses, active = _broadcast(what, addresses, _mask(mask))
-        addresses, values = _broadcast(what, addresses, values)
+        addresses, active = broadcast_arrays(what, addresses, _mask(mask))
+        addresses, values = broadcast_arrays(what, addresses, values)
     if addresses.shape != pointer.data.shape:
         raise ValueError(f"{what}: the pointers have the shape {list(pointer.data.shape)}, not {list(addresses.shape)}")
     return addresses, values, active

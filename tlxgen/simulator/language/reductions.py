@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 (Triton's keywords, among them hints that change no value)
-"""Reductions, scans and sorting, as `triton.language` defines them: which dtype they compute in, what ties give."""
+"""Reductions, scans and sorting, with the dtypes and the rules for ties of `triton.language`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def reduce_sum(
 
 
 def _extremum(block: Block, axis: Any, keep_dims: Any, reduce: Any, position: Any, worst: float) -> tuple[Block, Block]:
-    """The extreme values and their leftmost places. A NaN is never one, unless there is nothing else."""
+    """The extreme values and their leftmost indices; a NaN counts only if all are NaN."""
     block = widened(block)
     where = _axis(axis, block.data.ndim)
     data = block.data
@@ -65,76 +65,60 @@ def _extremum(block: Block, axis: Any, keep_dims: Any, reduce: Any, position: An
     return _reduced(block, where, keep_dims, reduce), Block(places.astype(np.int32), tl.int32)
 
 
-def reduce_max(
-    x: Any,
-    axis: Any = None,
-    return_indices: Any = False,
-    return_indices_tie_break_left: Any = True,
-    keep_dims: Any = False,
-    reduction_ordering: Any = None,
-) -> Any:
-    """`tl.max`; with `return_indices` also where."""
-    if unwrap(return_indices):
-        return _extremum(as_block(x), axis, keep_dims, _MAXIMUM, np.argmax, -np.inf)
-    return _reduced(_extremum_input(as_block(x)), axis, keep_dims, _MAXIMUM)
+def _extremes(reduce: Any, position: Any, worst: float) -> tuple[Callable[..., Any], Callable[..., Block]]:
+    """`tl.max` and `tl.argmax`, or `tl.min` and `tl.argmin`."""
+
+    def extreme(
+        x: Any,
+        axis: Any = None,
+        return_indices: Any = False,
+        return_indices_tie_break_left: Any = True,
+        keep_dims: Any = False,
+        reduction_ordering: Any = None,
+    ) -> Any:
+        if unwrap(return_indices):
+            return _extremum(as_block(x), axis, keep_dims, reduce, position, worst)
+        return _reduced(_extremum_input(as_block(x)), axis, keep_dims, reduce)
+
+    def place(
+        x: Any, axis: Any, tie_break_left: Any = True, keep_dims: Any = False, reduction_ordering: Any = None
+    ) -> Block:
+        return _extremum(as_block(x), axis, keep_dims, reduce, position, worst)[1]
+
+    return extreme, place
 
 
-def reduce_min(
-    x: Any,
-    axis: Any = None,
-    return_indices: Any = False,
-    return_indices_tie_break_left: Any = True,
-    keep_dims: Any = False,
-    reduction_ordering: Any = None,
-) -> Any:
-    """`tl.min`; with `return_indices` also where."""
-    if unwrap(return_indices):
-        return _extremum(as_block(x), axis, keep_dims, _MINIMUM, np.argmin, np.inf)
-    return _reduced(_extremum_input(as_block(x)), axis, keep_dims, _MINIMUM)
+reduce_max, argmax = _extremes(_MAXIMUM, np.argmax, -np.inf)
+reduce_min, argmin = _extremes(_MINIMUM, np.argmin, np.inf)
 
 
-def argmax(
-    x: Any, axis: Any, tie_break_left: Any = True, keep_dims: Any = False, reduction_ordering: Any = None
-) -> Block:
-    """`tl.argmax`."""
-    return _extremum(as_block(x), axis, keep_dims, _MAXIMUM, np.argmax, -np.inf)[1]
+def _bitwise(name: str, reduce: Callable[..., Any]) -> Callable[..., Block]:
+    """A bitwise reduction."""
+
+    def reduced(x: Any, axis: Any = None, keep_dims: Any = False) -> Block:
+        block = as_block(x)
+        if not block.dtype.is_int():
+            raise TypeError(f"{name} takes integers, not {block.dtype}")
+        return _reduced(block, axis, keep_dims, reduce)
+
+    return reduced
 
 
-def argmin(
-    x: Any, axis: Any, tie_break_left: Any = True, keep_dims: Any = False, reduction_ordering: Any = None
-) -> Block:
-    """`tl.argmin`."""
-    return _extremum(as_block(x), axis, keep_dims, _MINIMUM, np.argmin, np.inf)[1]
-
-
-def _integer(x: Any, name: str) -> Block:
-    block = as_block(x)
-    if not block.dtype.is_int():
-        raise TypeError(f"{name} takes integers, not {block.dtype}")
-    return block
-
-
-def xor_sum(x: Any, axis: Any = None, keep_dims: Any = False) -> Block:
-    """`tl.xor_sum`."""
-    return _reduced(_integer(x, "xor_sum"), axis, keep_dims, np.bitwise_xor.reduce)
-
-
-def reduce_or(x: Any, axis: Any = None, keep_dims: Any = False) -> Block:
-    """`tl.reduce_or`."""
-    return _reduced(_integer(x, "reduce_or"), axis, keep_dims, np.bitwise_or.reduce)
+xor_sum = _bitwise("xor_sum", np.bitwise_xor.reduce)
+reduce_or = _bitwise("reduce_or", np.bitwise_or.reduce)
 
 
 def _combined(
     combine: Callable[..., Any], left: Sequence[Array], right: Sequence[Array], dtypes: Sequence[tl.dtype]
 ) -> list[Array]:
-    """The combine function on many pairs at once; Triton calls it on scalars, so it has no branches on values."""
+    """The combine function on many pairs at once; it has no branches on values, since Triton calls it on scalars."""
     result = combine(*map(Block, left, dtypes), *map(Block, right, dtypes))
     results = [result] if isinstance(result, Block) else list(normalise(result))
     return [block.to(dtype).data for block, dtype in zip(results, dtypes, strict=True)]
 
 
 def reduce(x: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, reduction_ordering: Any = None) -> Any:
-    """`tl.reduce`: neighbours are combined until one is left, so the function need only be associative."""
+    """`tl.reduce`: neighbours are combined until one is left; the function must be associative."""
     blocks = (x,) if isinstance(x, Block) else tuple(x)
     dtypes, rank = [block.dtype for block in blocks], blocks[0].data.ndim
     if unwrap(axis) is None:
@@ -216,7 +200,7 @@ def gather(src: Block, index: Block, axis: Any) -> Block:
 
 
 def histogram(x: Block, num_bins: Any, mask: Any = None) -> Block:
-    """`tl.histogram`; what lies outside the bins is not counted."""
+    """`tl.histogram`; values outside of the bins are not counted."""
     bins = int(unwrap(num_bins))
     counted = (x.data >= 0) & (x.data < bins)
     if unwrap(mask) is not None:

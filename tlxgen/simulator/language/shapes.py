@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 (Triton's keywords, among them hints that change no value)
-"""Blocks made from sizes, and from other blocks by moving their elements."""
+"""Functions that create blocks, and that rearrange their elements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import triton.language as tl
 
 from tlxgen.simulator.dtypes import constant, numpy_dtype, unwrap
-from tlxgen.simulator.language.blocks import Block, as_block, minimum
+from tlxgen.simulator.language.blocks import Block, as_block, broadcast_arrays, minimum
 
 
 def arange(start: Any, end: Any) -> Block:
@@ -34,31 +34,6 @@ def full_like(x: Block, value: Any, dtype: Any = None) -> Block:
     return full(x.shape, value, x.dtype if dtype is None else dtype)
 
 
-def zeros(shape: Any, dtype: Any) -> Block:
-    """`tl.zeros`."""
-    return full(shape, 0, dtype)
-
-
-def zeros_like(x: Block) -> Block:
-    """`tl.zeros_like`."""
-    return full(x.shape, 0, x.dtype)
-
-
-def cast(x: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False) -> Block:
-    """`tl.cast`."""
-    return as_block(x).to(dtype, fp_downcast_rounding, bitcast)
-
-
-def expand_dims(x: Any, axis: Any) -> Block:
-    """`tl.expand_dims`."""
-    return as_block(x).expand_dims(axis)
-
-
-def ravel(x: Block, can_reorder: Any = False) -> Block:
-    """`tl.ravel`."""
-    return x.reshape(x.numel)
-
-
 def item(x: Block) -> Block:
     """`tl.item`: a block of one element as a scalar."""
     return Block(x.data.reshape(())[()], x.dtype)
@@ -69,18 +44,10 @@ def squeeze(x: Block, dim: Any) -> Block:
     return Block(np.squeeze(x.data, operator.index(dim)), x.dtype)
 
 
-def unsqueeze(x: Block, dim: Any) -> Block:
-    """`tl.unsqueeze`."""
-    return x.expand_dims(dim)
-
-
 def broadcast(x: Any, other: Any) -> tuple[Block, Block]:
     """`tl.broadcast`: both with the same shape."""
     a, b = as_block(x), as_block(other)
-    try:
-        first, second = np.broadcast_arrays(a.data, b.data)
-    except ValueError:
-        raise ValueError(f"the shapes {list(a.data.shape)} and {list(b.data.shape)} do not broadcast") from None
+    first, second = broadcast_arrays("broadcast", a.data, b.data)
     return Block(first[()], a.dtype), Block(second[()], b.dtype)
 
 
@@ -104,12 +71,12 @@ def interleave(a: Any, b: Any) -> Block:
 
 
 def cat(x: Block, other: Block, can_reorder: Any = False, dim: Any = 0) -> Block:
-    """`tl.cat`; a kernel that allows reordering gets the elements in order too."""
+    """`tl.cat`; the elements keep their order, also if `can_reorder`."""
     return Block(np.concatenate([x.data, other.data], axis=operator.index(dim)), _same_dtype("cat", x, other))
 
 
 def swizzle2d(i: Any, j: Any, size_i: Any, size_j: Any, size_g: Any) -> tuple[Any, Any]:
-    """`tl.swizzle2d`: the place in row-major order, walked by columns within groups of rows."""
+    """`tl.swizzle2d`: row and column of an index that runs by columns within groups of rows."""
     ij = i * size_j + j
     first = ij // (size_g * size_j) * size_g
     rows = minimum(size_i - first, size_g)

@@ -153,8 +153,7 @@ class CopyOperations(AllocationOperations):
     def async_descriptor_prefetch_tensor(self, *_: Any, **__: Any) -> None:
         """Ignored: changes only the speed."""
 
-    def prefetch(self, *_: Any, **__: Any) -> None:
-        """Ignored: changes only the speed."""
+    prefetch = async_descriptor_prefetch_tensor
 
     # ---- cp.async
 
