@@ -8,7 +8,7 @@ Where to look:
 - `machine.machine`: the scheduler; `machine.tasks`: roles, CTAs, clusters and asynchronous queues.
 - `machine.barriers`: mbarriers and named barriers. `machine.deadlock`: the report when no role can continue.
 - `machine.races`: races and missing fences in `machine.shared_memory` and `machine.global_memory`, found by the vector
-  clocks of `machine.clocks`. `machine.exit_checks`: work that nobody waited for. `machine.timeline`: Chrome traces.
+  clocks of `machine.clocks`. `machine.exit_checks`: work without a wait. `machine.timeline`: Chrome traces.
 - `language.namespace`: `tl`, which computes on `language.blocks`; `language.descriptors`: TMA boxes;
   `language.assembly`: meanings of inline assembly. `dtypes`: Triton's dtypes in numpy.
 - `tlx.namespace`: `tlx`, with `tlx.copies`, `tlx.allocation`, `tlx.wgmma` and `tlx.warp_groups`.

@@ -206,15 +206,15 @@ class Block:
         return Block(quiet(np.abs)(self.data), self.dtype)
 
     def __not__(self) -> Block:
-        """What Triton makes of `not`, element by element."""
+        """Triton's `not`, element by element."""
         return ~self.to(tl.int1)
 
     def logical_and(self, other: Any) -> Block:
-        """What Triton makes of `and`: both sides are computed."""
+        """Triton's `and`: both sides are computed."""
         return self.to(tl.int1) & as_block(other).to(tl.int1)
 
     def logical_or(self, other: Any) -> Block:
-        """What Triton makes of `or`: both sides are computed."""
+        """Triton's `or`: both sides are computed."""
         return self.to(tl.int1) | as_block(other).to(tl.int1)
 
     def to(self, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False) -> Block:

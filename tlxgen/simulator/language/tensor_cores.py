@@ -81,7 +81,7 @@ def dot(
     out_dtype: Any = tl.float32,
     **hints: Any,
 ) -> Block:
-    """`tl.dot`; float32 operands count as TF32 unless told not to."""
+    """`tl.dot`; float32 operands count as TF32 by default."""
     acc, precision = unwrap(acc), unwrap(input_precision)
     a_shape, b_shape = list(x.data.shape), list(other.data.shape)
     if not len(a_shape) == len(b_shape) >= 2 or a_shape[:-2] != b_shape[:-2] or a_shape[-1] != b_shape[-2]:

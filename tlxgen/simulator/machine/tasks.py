@@ -125,7 +125,7 @@ class Task:
         self.release()
 
     def known_to_one_thread(self) -> Knowledge:
-        """What one of its threads knows: without the others' global accesses since their last barrier."""
+        """The knowledge of one of its threads: without the others' global accesses since their last barrier."""
         if not self.diverged_at:
             return self.known
         known = self.known.copy()

@@ -105,8 +105,8 @@ class Tlx(CopyOperations):
         m = self._start(f"named_barrier_{'wait' if wait else 'arrive'} {number}")
         first_free = _COMPILER_BARRIERS + m.task.cta.partitions
         if not first_free <= number < _NAMED_BARRIERS:
-            taken = f"there are {_NAMED_BARRIERS}, and the compiler itself uses 0 to {first_free - 1}"
-            m.fail("out_of_budget", f"named barrier {number}: {taken}")
+            numbers = f"there are {_NAMED_BARRIERS}, and the compiler itself uses 0 to {first_free - 1}"
+            m.fail("out_of_budget", f"named barrier {number}: {numbers}")
         m.named_barrier(number, m.task.threads, wanted, wait=wait)
 
     def cluster_cta_rank(self) -> Block:
