@@ -72,7 +72,7 @@ class Results:
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """Path of the file."""
         gpu = [self.report.gpu.slug] if self.report else []
         return self.folder / f"{'-'.join([_today(), self.name, *gpu])}.json"
 
