@@ -1,6 +1,6 @@
-"""Whole runs of the tuner on a card: among bad candidates, cut short by any hand, and beside what the caller computes.
+"""Whole runs of the tuner on a GPU: with bad candidates, interrupted, and beside the caller's own computation.
 
-What must hold of them is in `tests/support/tuner_runs.py`; the stub card is held to it as well (`tests/tuner/test_faults.py`).
+The conditions are in `tests/support/tuner_runs.py`; `tests/tuner/test_faults.py` checks them on the stub GPU.
 """
 
 from __future__ import annotations

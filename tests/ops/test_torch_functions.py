@@ -107,7 +107,8 @@ def test_torchs_flash_backward_is_for_something(sizes: tuple[int, ...], monkeypa
 
 def test_what_is_not_empty_is_torchs_unchanged(cudnn: Cudnn) -> None:
     q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
-    assert torch.equal(torch_functions.scaled_dot_product_attention(q, k, v, None, 0.0, True), SDPA(q, k, v, is_causal=True))
+    causal = torch_functions.scaled_dot_product_attention(q, k, v, None, 0.0, True)
+    assert torch.equal(causal, SDPA(q, k, v, is_causal=True))
     graph = torch.compile(torch_functions.scaled_dot_product_attention, fullgraph=True, backend="eager")
     assert torch.equal(graph(q, k, v), SDPA(q, k, v))
     assert not cudnn.nothing

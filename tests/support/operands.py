@@ -1,7 +1,7 @@
 """Tensor layouts, problems of every operator, and the check of a call's result.
 
-A table: each problem is called with its operands, or its output, in each layout. `tests/runtime/test_operands.py` runs it
-on the CPU, where torch computes, `tests/gpu/test_operands_gpu.py` on a GPU.
+A table: each problem is called with its operands, or its output, in each layout. `tests/runtime/test_operands.py` runs
+it on the CPU, where torch computes, `tests/gpu/test_operands_gpu.py` on a GPU.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _TRIALS = 200
-_TRIALS_WITHOUT_GPU = 24  #: the analytic model's order decides beyond them
+_TRIALS_WITHOUT_GPU = 24  #: the time model's order decides beyond them
 
 #: Compute capability with TLX kernels.
 _HOPPER = (9, 0)
@@ -181,7 +181,7 @@ def run(
             result = _measured(problem, store, options, log, child, shared)
         else:
             why = "--compile-only" if options.compile_only else "no Hopper GPU here"
-            what = f"compiling for {gpu.slug} and ranking by the analytic model; nothing is measured"
+            what = f"compiling for {gpu.slug} and ranking by the time model; nothing is measured"
             log.print(f"{why}: {what}", soft_wrap=True)
             with _bar(problem, log) as progress:
                 result = rank(problem, gpu, store, progress=progress, **shared)

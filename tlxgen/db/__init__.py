@@ -1,1 +1,1 @@
-"""The database of tuned configs: rows, the SQLite file, the rows that come with tlxgen, and which row serves a problem."""
+"""The database of tuned configs: rows, the SQLite file, shipped rows, and the choice of the row for a problem."""

@@ -1,4 +1,4 @@
-"""Validates rows: whether a row still describes the kernel that would be emitted, and whether an imported row can be used."""
+"""Validation of rows: whether a row describes the kernel that would be emitted, whether an imported row can be used."""
 
 from __future__ import annotations
 

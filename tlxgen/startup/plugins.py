@@ -1,13 +1,12 @@
-"""Two libraries' search for plugins, spared where there are none to find.
+"""Triton's and pydantic's searches for plugins, skipped if no plugin is installed.
 
-Triton looks for backends, and pydantic for plugins, among the entry points of all that is installed. Each parses a file
-of every distribution, 20 to 35 ms for both where there are 200, and can be told not to by a variable. Whether that is
-right, the same files say, which are read here once for both, in a quarter of the time of one search, and parsed only
-where they speak of either. Where there is more than triton's own backends, or where it cannot be told for certain, both
-look as ever.
+Triton looks for backends, and pydantic for plugins, among the entry points of all installed distributions. Each parses
+one file for every distribution (together 20 to 35 ms for 200), and an environment variable turns the search off. This
+module reads those files once for both, in a quarter of the time of one search, and parses only those that name either
+library. If there are other backends than triton's own, or this cannot be decided, both searches run.
 
-No note of an earlier process says it (`tlxgen.startup.notes`): a file that is edited in place leaves its directories' times as
-they were, and to ask each file for its own takes two thirds of what reading it does.
+The result is not stored (`tlxgen.startup.notes`): editing a file in place leaves the times of its directory unchanged,
+and asking for the time of each file takes two thirds of the time of reading it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tuner: searches a problem's candidates on a GPU, times them against the library, and stores the fastest.
 
 - `tune`: one tuning run. Every refused candidate passes `_Run._failed`, which counts and stores it.
-- `search`: which candidates to try next. `rank`: the same without a GPU, by the analytic model.
+- `search`: which candidates to try next. `rank`: the same without a GPU, by the time model.
 - `compile_pool`: compilation and simulation, with the compilers' timeout.
 - `runner`: gate and timing in a child process, with the kernels' timeout; `measure` holds the code that the child runs.
 - `process`: the child process; `Child.call` kills it at a timeout.

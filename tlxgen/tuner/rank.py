@@ -1,4 +1,4 @@
-"""Tuning without a GPU: the analytic model's best candidate that compiles and passes the simulator."""
+"""Tuning without a GPU: the time model's best candidate that compiles and passes the simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches over a finite list of legal configs, best first by the analytic model: exhaustive, random, or by Optuna."""
+"""Searches over a finite list of legal configs, best first by the time model: exhaustive, random, or by Optuna."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_search(name: str, candidates: Sequence[Config], seed: int) -> Search:
     Args:
         name: `tpe` (tree-structured Parzen estimators), `gp` (Gaussian process), `qmc` (Sobol points), `random`
             (uniform without repetition; ignores the order of candidates) or `exhaustive` (in order).
-        candidates: the legal configs, best first by the analytic model.
+        candidates: the legal configs, best first by the time model.
         seed: equal seeds and equal measurements give equal proposals.
 
     Raises:
@@ -110,7 +110,7 @@ class OptunaSearch:
     study is told that candidate's point.
 
     Args:
-        candidates: the legal configs, best first by the analytic model.
+        candidates: the legal configs, best first by the time model.
         sampler: `tpe`, `qmc` or `gp`.
         seed: of the sampler.
         warm: number of candidates that are proposed in order before the sampler takes over.
@@ -234,7 +234,7 @@ class _Grid:
         return cls(axes, ranks)
 
     def nearest(self, point: Sequence[int], allowed: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
-        """Index of the allowed candidate nearest to a point; of equals, the first, which the analytic model prefers.
+        """Index of the allowed candidate nearest to a point; of equals, the first, which the time model prefers.
 
         Along an ordered axis the distance is that of the ranks over the axis' length, along others 0 or 1. Configs of
         another template are farther away than all of the same template.
