@@ -40,7 +40,6 @@ HARMLESS = {
     r"swap: index = tl\.max\(tlx\.local_load\(next_tiles.* / tlx\.barrier_wait\(v_full.*": "which tile is next is read one wait later: the stage that says so is released later still",
     r"(swap: tlx\.local_store\(next_tiles.* / tlx\.barrier_arrive\(next_known.*|(drop|swap): tlx\.barrier_wait\(next_known.*)": "the tile's first keys, expected after the store and waited for before the load, order them too; within the warps of one task only this barrier does",
     r"swap: (tlx\.async_descriptor_store_wait\(0\)|release\(v_empty\[v_stage\]\)) / rows_out = .*": "rows of the output are in registers still",
-    r"swap: index = tl\.max\(tlx\.local_load\(following.* / tlx\.async_descriptor_store_wait\(0\)": "both come before consumers may write again",
     r"swap: scores = tlx\.async_dot_wait\(1, scores\) / release\(k_empty\[stage\]\)": "the ring of values orders it: these keys are overwritten after the values that are released after this wait",
 }  # fmt: skip
 
@@ -49,7 +48,6 @@ HARMLESS = {
 VARIANTS = {
     emitted.COOPERATIVE_SPLIT.file_name: [emitted.COOPERATIVE],
     emitted.FLASH_DYNAMIC.file_name: [emitted.FLASH],
-    emitted.FLASH_STORE.file_name: [emitted.FLASH, emitted.FLASH_DYNAMIC],
     emitted.VARLEN.file_name: [emitted.FLASH, emitted.FLASH_DYNAMIC],
     emitted.WEIGHT_GRADIENT.file_name: [emitted.GROUPED],
 }

@@ -88,9 +88,9 @@ FLASH = emit(
             "schedule": "static",
             "head_group": 4,
             "first_load": "q",
-            "unroll": 1,
             "ranges": "tile",
             "tail": "whole",
+            "order": "long_first",
         },
     ),
 )
@@ -114,19 +114,10 @@ FLASH_DYNAMIC = emit(
             "schedule": "dynamic",
             "head_group": 4,
             "first_load": "q",
-            "unroll": 1,
             "ranges": "own",
             "tail": "whole",
+            "order": "long_first",
         },
-    ),
-)
-
-FLASH_STORE = emit(
-    ATTENTION,
-    ATTENTION_PROBLEM,
-    Config(
-        template="attention_tma",
-        params={**FLASH_DYNAMIC.config.params, "q_stages": 1, "ranges": "tile", "store": "role"},
     ),
 )
 
@@ -159,7 +150,6 @@ VARLEN = emit(
             "overlap": "softmax",
             "head_group": 4,
             "first_load": "q",
-            "unroll": 1,
             "ranges": "tile",
         },
     ),
@@ -195,12 +185,12 @@ WEIGHT_GRADIENT = emit(
 SOURCES = [
     *(PINGPONG, COOPERATIVE, COOPERATIVE_SPLIT, CP_ASYNC, RESIDUAL),
     *(GROUPED, WEIGHT_GRADIENT),
-    *(FLASH, FLASH_DYNAMIC, FLASH_SPLIT, FLASH_STORE, DECODE, VARLEN, VECTOR),
+    *(FLASH, FLASH_DYNAMIC, FLASH_SPLIT, DECODE, VARLEN, VECTOR),
 ]
 
 
 #: Parameters by which kernels of one template differ here.
-_TOLD = (("schedule", "dynamic"), ("tail", "split"), ("store", "role"))
+_TOLD = (("schedule", "dynamic"), ("tail", "split"))
 
 
 def identify(source: KernelSource) -> str:

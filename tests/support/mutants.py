@@ -1,12 +1,13 @@
-"""Automatic slips: every barrier, wait and copy of a kernel dropped, doubled, swapped, inverted or off by one."""
+"""Mutants of kernels: each barrier, wait and copy dropped, doubled, swapped, inverted or off by one."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: Operations that a slip is made in.
+#: Operations that are mutated.
 SYNCHRONISING = {
     "alloc_barriers",
     "async_descriptor_load",
@@ -30,14 +31,14 @@ SYNCHRONISING = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One slip in a kernel's text."""
+    """A kernel's text with one change."""
 
     name: str
     text: str
 
 
 def mutants(text: str) -> Iterator[Mutant]:
-    """All slips of a kernel's device code."""
+    """All mutants of a kernel's device code."""
     lines = text.splitlines(keepends=True)
     for body in _bodies(ast.parse(text)):
         for statement, following in zip(body, [*body[1:], None], strict=True):
@@ -47,20 +48,20 @@ def mutants(text: str) -> Iterator[Mutant]:
             first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
             indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
             own = "".join(lines[first:last])
-            name = " ".join(own.split("#")[0].split())
+            name = _one_line(own)
             if not isinstance(statement, ast.Assign):
                 yield Mutant(f"drop: {name}", _spliced(lines, first, last, f"{indent}pass\n"))
                 yield Mutant(f"double: {name}", _spliced(lines, first, last, own + own))
             if following is not None and _swappable(statement, following):
                 end = following.end_lineno or following.lineno
                 other = "".join(lines[last:end])
-                yield Mutant(f"swap: {name} / {_short(other)}", _spliced(lines, first, end, other + own))
+                yield Mutant(f"swap: {name} / {_one_line(other)[:40]}", _spliced(lines, first, end, other + own))
             for what, old, new in _slips(operations, own):
                 yield Mutant(f"{what}: {name}", _spliced(lines, first, last, own.replace(old, new, 1)))
 
 
 def _slips(operations: set[str], own: str) -> Iterator[tuple[str, str, str]]:
-    """Replacements within one statement: what is wrong, old, new."""
+    """Replacements within one statement: what they do, old text, new text."""
     code = own.partition("#")[0]
     if operations & {"barrier_wait"}:
         argument = code.rstrip().rstrip(")").rpartition(", ")[2]
@@ -107,7 +108,7 @@ def _operations(statement: ast.stmt) -> set[str]:
 
 
 def _swappable(statement: ast.stmt, following: ast.stmt) -> bool:
-    """Not where the second needs a name that the first binds: that would be another kind of mistake."""
+    """Whether the second statement does without the names that the first binds."""
     if not isinstance(following, ast.Expr | ast.Assign):
         return False
     bound = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
@@ -118,6 +119,7 @@ def _spliced(lines: list[str], first: int, last: int, replacement: str) -> str:
     return "".join([*lines[:first], replacement, *lines[last:]])
 
 
-def _short(text: str) -> str:
+def _one_line(text: str) -> str:
+    """Statements without comments on one line, as if none had been broken over several."""
     code = " ".join(line.split("#")[0] for line in text.splitlines())
-    return " ".join(code.split())[:40]
+    return re.sub(r",? (?=[\])}])|(?<=[\[({]) ", "", " ".join(code.split()))

@@ -272,12 +272,12 @@ class TestOutputInHalves:
         ("old", "new", "kind"),
         [
             (
-                "0])\n                tlx.async_descriptor_store_wait(0)\n",
-                "0])\n",
+                "row, 0])\n                tlx.async_descriptor_store_wait(0)\n",
+                "row, 0])\n",
                 "early_release",
             ),
-            ("row, 128])", "row, 0])", "wrong_result"),
-            ("left, right = tl.split", "right, left = tl.split", "wrong_result"),
+            ("row, HEAD // 2])", "row, 0])", "wrong_result"),
+            ("left_half, right_half = tl.split", "right_half, left_half = tl.split", "wrong_result"),
         ],
     )
     def test_with_a_slip_is_found(self, old: str, new: str, kind: str) -> None:
@@ -321,12 +321,23 @@ def test_keys_that_no_row_sees_never_show(
 @pytest.mark.parametrize(
     "options", [{}, {"causal": "bottom-right", "window": 5}, {"causal": "top-left", "softcap": 2.0}]
 )
-def test_an_emitted_file_checks_itself_against_the_same_attention(template: str, options: dict[str, Any]) -> None:
-    made = problem((1, 4, 6, 64), kv_heads=2, kv_len=20, **options)
-    inputs = {name: tensor.double() for name, tensor in ATTENTION.inputs(made, "cpu", 0).items()}
+def test_the_self_check_covers_all_batches_and_heads(template: str, options: dict[str, Any]) -> None:
+    made = problem((2, 4, 6, 64), kv_heads=2, kv_len=20, **options)
     module = loader.load(emit(ATTENTION, made, candidates(made, H200, (template,))[0]))
-    found = module.attention(inputs["q"], inputs["k"], inputs["v"], 64**-0.5)
-    torch.testing.assert_close(found, ATTENTION.reference(made, inputs))
+
+    def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(ATTENTION.reference(made, {"q": q, "k": k, "v": v}))
+
+    def launch_but_for_one_head(*tensors: torch.Tensor) -> None:
+        launch(*tensors)
+        tensors[3][1, 3] = 0.0
+
+    sizes = {"B": 2, "H": 4, "S": 6, "D": 64, "kv_heads": 2, "kv_len": 20}
+    module.launch = launch
+    error, error_library = module.check(**sizes, device="cpu")
+    assert error <= error_library < 0.01
+    module.launch = launch_but_for_one_head
+    assert module.check(**sizes, device="cpu")[0] > 0.1
 
 
 def test_a_negative_scale_lies_otherwise_than_a_positive_one() -> None:

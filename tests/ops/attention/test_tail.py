@@ -108,7 +108,7 @@ def test_whoever_comes_last_the_result_is_the_same_to_the_bit() -> None:
         (40, {}),
         (64, {"carry": "pairs", "rescale": "lazy", "consumers": 2}),
         (128, {"staging": "q"}),
-        (128, {"sums": "rows", "unroll": 2}),
+        (128, {"sums": "rows"}),
         (256, {}),
         (256, {"staging": "q"}),
     ],

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import tlxgen
 from tests.support.simulated import launch
 from tlxgen import devices, ops
+from tlxgen.codegen import loader
 from tlxgen.codegen.emit import emit
 from tlxgen.config import Config
 from tlxgen.errors import InvalidProblemError, LaunchError
@@ -421,3 +422,28 @@ def test_flash_attention_is_given_what_it_reads_right(lie: Any, taken: bool) -> 
     assert (found is x) == taken
     assert found.stride(-1) == 1
     assert found.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("template", VARLEN.templates)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": "bottom-right", "window": 5}, {"causal": "top-left", "softcap": 2.0}]
+)
+def test_the_self_check_covers_all_sequences_and_heads(template: str, options: dict[str, Any]) -> None:
+    lengths = (7, 1, 0, 12)
+    made = problem((4, 4, 20, 64), kv_heads=2, max_q=12, **options)
+    module = loader.load(emit(VARLEN, made, candidates(made, H200, (template,))[0]))
+
+    def launch(*tensors: Any) -> None:
+        names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")
+        tensors[6].copy_(VARLEN.reference(made, dict(zip(names, tensors, strict=False))))
+
+    def launch_but_for_one_head(*tensors: Any) -> None:
+        launch(*tensors)
+        tensors[6][12:, 3] = 0.0
+
+    sizes: dict[str, Any] = {"lengths": lengths, "H": 4, "D": 64, "kv_heads": 2, "device": "cpu"}
+    module.launch = launch
+    error, error_library = module.check(**sizes)
+    assert error <= error_library < 0.01
+    module.launch = launch_but_for_one_head
+    assert module.check(**sizes)[0] > 0.1

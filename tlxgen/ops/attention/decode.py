@@ -72,16 +72,12 @@ def predict_us(problem: AttentionProblem, config: Config, gpu: Gpu, head: int) -
 def context(problem: AttentionProblem, config: Config, head: int) -> dict[str, Any]:
     """What the template needs beside what all attention templates do."""
     average, consumer = _REGISTERS[head]
-    splits = int(config.params["splits"])
-    most = 1 << (splits - 1).bit_length()
     return {
         "padded": head != problem.D,
-        "split": splits > 1,
-        "step": min(_STEP, _COMBINED_FLOATS // most),
+        "split": int(config.params["splits"]) > 1,
         "maxnreg": average,
         "shares": average <= 128,
         "registers": consumer,
-        "kv_bytes": int(config.params["block_n"]) * head * ITEM_BYTES[problem.dtype],
     }
 
 

@@ -73,7 +73,7 @@ class Attention(Operator[AttentionProblem]):
         if config.template == "attention_decode":
             context |= decode.context(problem, config, head)
         if config.template == "attention_tma":
-            context |= kernels.tma_context(config, head, problem.dtype)
+            context |= kernels.tma_context(config, problem.dtype)
         return context
 
     def small_cases(self, problem: AttentionProblem, config: Config) -> Sequence[Case[AttentionProblem]]:

@@ -18,22 +18,11 @@ if TYPE_CHECKING:
 
 
 _STREAM_BYTES_PER_CLOCK = 32  # from memory to one multiprocessor, at most; not measured
-
-
 _LARGE_HEAD = 128  # head dimension beyond which registers hold 64 keys a step
-
-
-_TILE_US = {"dynamic": 0.3, "single": 3.0}  # what drawing a tile takes, and what a program of its own (H200)
-
-
-_PIECES_US = 25.0  # to leave pieces of a tile of attention and put them together: 20 to 33 for heads of 128 (H200)
-
-
+_DRAW_US = 0.3  # to draw a tile (H200)
+_PIECES_US = 25.0  # to store the pieces of a tile and combine them: 20 to 33 for heads of 128 (H200)
 _VANILLA_ATTENTION = 0.6  # plain Triton's share of a TMA kernel's rate; not measured
 
-
-#: By head dimension and whether causal: the share of the datasheet's rate that the best config of 4096 rows reached on
-#: an H200, and its parameters. A config counts as 2 % slower for each that differs.
 _USUAL: dict[str, Value] = {
     "q_stages": 2,
     "staging": "own",
@@ -41,13 +30,8 @@ _USUAL: dict[str, Value] = {
     "carry": "narrow",
     "overlap": "softmax",
     "ranges": "tile",
-    "store": "consumers",
 }
-
-
 _CAUSAL: dict[str, Value] = {**_USUAL, "rescale": "lazy", "schedule": "dynamic", "head_group": 16, "pingpong": "off"}
-
-
 _LARGE: dict[str, Value] = {
     **_USUAL,
     "q_stages": 1,
@@ -58,7 +42,8 @@ _LARGE: dict[str, Value] = {
     "pingpong": "off",
 }
 
-
+#: By head dimension and whether causal: the share of the datasheet's rate that the best config of 4096 rows reached on
+#: an H200, and its parameters. A config counts as 2 % slower for each that differs.
 _ATTENTION: dict[tuple[int, bool], tuple[float, dict[str, Value]]] = {
     (64, False): (0.51, {**_USUAL, "consumers": 3, "kv_stages": 4, "head_group": 4, "pingpong": "values"}),
     (64, True): (0.47, {**_CAUSAL, "kv_stages": 4}),
@@ -70,7 +55,7 @@ _ATTENTION: dict[tuple[int, bool], tuple[float, dict[str, Value]]] = {
 
 
 def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: float, bytes_moved: float) -> float:
-    """Microseconds of one attention: rounds of row tiles, at the rate of products and exponentials together."""
+    """Microseconds of one call: rounds of row tiles, at the rate that the best kernels reached."""
     p = config.params
     vanilla = config.template.endswith("vanilla")
     rows = int(p["block_m"]) if vanilla else 64 * int(p["consumers"])
@@ -83,12 +68,12 @@ def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: flo
         waste, pieces_us = (tiles // gpu.sm_count + last.rounds) / rounds, _PIECES_US
     else:
         waste = math.ceil(rounds) / rounds
-    waste *= math.ceil(problem.S / rows) * rows / problem.S  # tiles are worked on whole
+    waste *= math.ceil(problem.S / rows) * rows / problem.S  # tiles are computed whole
     head = next(size for size in (64, 128, 256) if size >= problem.D)
     share, best = _ATTENTION[head, problem.causal != "none"]
-    if problem.window and head <= _LARGE_HEAD:  # which rules single halves out
+    if problem.window and head <= _LARGE_HEAD:  # `narrow` is not legal with a window
         best = {**best, "carry": "pairs"}
-    if p.get("schedule") == "static" and problem.causal != "none":  # whose balance decides about them
+    if p.get("schedule") == "static" and problem.causal != "none":  # `balance.waste` counts its effect
         best = {name: value for name, value in best.items() if name != "head_group"}
     share *= _VANILLA_ATTENTION if vanilla else 1.0
     share *= 1.0 if int(p["block_n"]) == (64 if head > _LARGE_HEAD else 128) else 0.8
@@ -96,7 +81,7 @@ def attention_us(problem: AttentionProblem, config: Config, gpu: Gpu, flops: flo
     share *= 0.98 ** sum(name in p and p[name] != value for name, value in best.items())
     products = flops / (gpu.rates[problem.dtype] * share) * 1e6
     memory = bytes_moved / (gpu.bandwidth * BANDWIDTH) * 1e6
-    beside = pieces_us + math.ceil(rounds) * _TILE_US.get(str(p.get("schedule")), 0.0)
+    beside = pieces_us + (math.ceil(rounds) * _DRAW_US if p.get("schedule") == "dynamic" else 0.0)
     loops = products * waste
     return LAUNCH_US + FILL_US + max(loops, memory) + EXPOSED * min(loops, memory) + beside
 
@@ -107,13 +92,13 @@ def _last_round(problem: AttentionProblem, config: Config, tiles: int, gpu: Gpu)
 
 
 def attention_decode_us(problem: AttentionProblem, config: Config, gpu: Gpu, keys: int, resident: int) -> float:
-    """Microseconds of one attention of few rows: what a CTA reads, over its share of the bandwidth, round by round.
+    """Microseconds of one call of `attention_decode`: what a CTA reads, over its share of the bandwidth, in rounds.
 
     Args:
-        problem: what is computed.
-        config: of `attention_decode`.
-        gpu: what on.
-        keys: that are read of each head.
+        problem: sizes and dtype.
+        config: a config of `attention_decode`.
+        gpu: the device.
+        keys: keys that are read of each head.
         resident: CTAs that share a multiprocessor.
     """
     item = ITEM_BYTES[problem.dtype]

@@ -65,7 +65,7 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
             "hopper": config.template == "attention_varlen",
         }
         if config.template == "attention_varlen":
-            context |= kernels.tma_context(config, head, problem.dtype)
+            context |= kernels.tma_context(config, problem.dtype)
         return context
 
     def small_cases(self, problem: AttentionVarlenProblem, config: Config) -> Sequence[Case[AttentionVarlenProblem]]:
