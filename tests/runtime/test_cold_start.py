@@ -118,7 +118,7 @@ def tuned() -> Config:
 
 @pytest.mark.slow
 def test_the_second_process_imports_what_launches_and_nothing_that_finds_out(cache: Path, tuned: Config) -> None:
-    """Each of those left out costs every first launch 2 to 60 ms: see "How soon" in docs/runtime.md."""
+    """Each of those left out costs every first launch 2 to 60 ms: see "The first launch" in docs/runtime.md."""
     assert first_launch()[:2] == ("tuned", tuned.id)
     origin, config, imported, read, filed = first_launch()
     assert (origin, config) == ("tuned", tuned.id)
