@@ -442,8 +442,8 @@ def test_the_self_check_covers_all_sequences_and_heads(template: str, options: d
         tensors[6][12:, 3] = 0.0
 
     sizes: dict[str, Any] = {"lengths": lengths, "H": 4, "D": 64, "kv_heads": 2, "device": "cpu"}
-    module.launch = launch
+    vars(module).update(launch=launch)
     error, error_library = module.check(**sizes)
     assert error <= error_library < 0.01
-    module.launch = launch_but_for_one_head
+    vars(module).update(launch=launch_but_for_one_head)
     assert module.check(**sizes)[0] > 0.1
