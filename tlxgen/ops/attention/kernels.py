@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tlxgen.config import Config
@@ -25,11 +25,6 @@ MOST_PIECES = 8
 
 #: Parts in which the output goes through shared memory of its own, one after the other.
 _STAGED_PARTS = {"own": 1, "half": 2}
-
-
-def padded(head_dim: int) -> int:
-    """The head dimension in shared memory: a power of two, at least 64."""
-    return max(64, 1 << (head_dim - 1).bit_length())
 
 
 def tile_rows(config: Config) -> int:
@@ -114,20 +109,6 @@ def why_unreadable(tensors: Iterable[tuple[str, torch.Tensor]], through_tma: Ite
         if tensor.data_ptr() % Hopper.TMA_ALIGNMENT or any(p % Hopper.TMA_ALIGNMENT or p <= 0 for p in pitches):
             return f"{name} is not aligned for TMA: base address and strides {pitches} (bytes) must be multiples of 16"
     return None
-
-
-def without_idle_window(data: Mapping[str, Any], rows: str, keys: str) -> dict[str, Any]:
-    """Fields of a problem, with window 0 if the window hides no key.
-
-    Args:
-        data: the fields.
-        rows: name of the field that bounds the number of rows of a sequence.
-        keys: name of the field that bounds the number of its keys.
-    """
-    causal, window = data.get("causal"), data.get("window")
-    longest = data.get(keys if causal == "bottom-right" else rows)
-    idle = type(window) is int and type(longest) is int and window >= longest > 0
-    return {**data, "window": 0} if idle and causal in ("bottom-right", "top-left") else dict(data)
 
 
 def _draws(config: Config) -> bool:

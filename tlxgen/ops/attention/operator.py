@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tlxgen.config import Config, Value
 from tlxgen.devices import Gpu
 from tlxgen.ops.attention import decode, kernels, peers, time_model
-from tlxgen.ops.attention.problem import AttentionProblem
+from tlxgen.ops.attention.problem import AttentionProblem, padded_head
 from tlxgen.ops.base import Case, Operator, Resources, Tensors, normal_tensors, why_other_tensors
 from tlxgen.problem import ITEM_BYTES, torch_dtype
 
@@ -52,14 +52,14 @@ class Attention(Operator[AttentionProblem]):
         values = {name: getattr(problem, name) for name in names}
         return {
             **values,
-            "head": kernels.padded(problem.D),
+            "head": padded_head(problem.D),
             "rows": decode.rows(problem),
             "keys": decode.seen_keys(problem),
         }
 
     def resources(self, problem: AttentionProblem, config: Config) -> Resources:
         """See `Operator.resources`: tiles of Q, the rings of K and V, the staging of the output, barriers."""
-        head, item = kernels.padded(problem.D), ITEM_BYTES[problem.dtype]
+        head, item = padded_head(problem.D), ITEM_BYTES[problem.dtype]
         if config.template == "attention_decode":
             return decode.resources(problem, config, head)
         if config.template == "attention_vanilla":
@@ -68,7 +68,7 @@ class Attention(Operator[AttentionProblem]):
 
     def template_context(self, problem: AttentionProblem, config: Config) -> dict[str, Any]:
         """See `Operator.template_context`."""
-        head = kernels.padded(problem.D)
+        head = padded_head(problem.D)
         context = {**kernels.context(problem, head), "hopper": config.template != "attention_vanilla"}
         if config.template == "attention_decode":
             context |= decode.context(problem, config, head)
@@ -111,7 +111,7 @@ class Attention(Operator[AttentionProblem]):
     def predict_us(self, problem: AttentionProblem, config: Config, gpu: Gpu) -> float:
         """See `tlxgen.ops.attention.time_model.attention_us`."""
         if config.template == "attention_decode":
-            return decode.predict_us(problem, config, gpu, kernels.padded(problem.D))
+            return decode.predict_us(problem, config, gpu, padded_head(problem.D))
         return time_model.attention_us(problem, config, gpu, self.flops(problem), self.bytes_moved(problem))
 
     def inputs(self, problem: AttentionProblem, device: torch.device | str, seed: int) -> Tensors:

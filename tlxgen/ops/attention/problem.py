@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tlxgen.ops.attention import kernels
 from tlxgen.problem import Problem
 
 Causal = Literal["none", "bottom-right", "top-left"]
@@ -61,7 +60,7 @@ class AttentionProblem(Problem):
         for name, default in (("kv_heads", "H"), ("kv_len", "S")):
             if data.get(name) is None and default in data:
                 data[name] = data[default]
-        return kernels.without_idle_window(data, "S", "kv_len")
+        return without_idle_window(data, "S", "kv_len")
 
     @model_validator(mode="after")
     def _consistent(self) -> AttentionProblem:
@@ -80,3 +79,22 @@ class AttentionProblem(Problem):
     def diagonal(self) -> int:
         """Row i of a causal problem sees keys up to i + this."""
         return self.kv_len - self.S if self.causal == "bottom-right" else 0
+
+
+def padded_head(head_dim: int) -> int:
+    """The head dimension in shared memory: a power of two, at least 64."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def without_idle_window(data: Mapping[str, Any], rows: str, keys: str) -> dict[str, Any]:
+    """Fields of a problem, with window 0 if the window hides no key.
+
+    Args:
+        data: the fields.
+        rows: name of the field that bounds the number of rows of a sequence.
+        keys: name of the field that bounds the number of its keys.
+    """
+    causal, window = data.get("causal"), data.get("window")
+    longest = data.get(keys if causal == "bottom-right" else rows)
+    idle = type(window) is int and type(longest) is int and window >= longest > 0
+    return {**data, "window": 0} if idle and causal in ("bottom-right", "top-left") else dict(data)

@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tlxgen.ops.attention import kernels
-from tlxgen.ops.attention.problem import LARGEST_SOFTCAP, AttentionProblem, Causal
+from tlxgen.ops.attention.problem import (
+    LARGEST_SOFTCAP,
+    AttentionProblem,
+    Causal,
+    padded_head,
+    without_idle_window,
+)
 from tlxgen.ops.base import Tensors
 from tlxgen.problem import Problem
 
@@ -75,7 +80,7 @@ class AttentionVarlenProblem(Problem):
                 except (KeyError, TypeError):  # of a field that is missing or no number, which is refused
                     continue
         # No sequence has more rows or keys than there are in all.
-        return kernels.without_idle_window(data, "total_q", "total_kv")
+        return without_idle_window(data, "total_q", "total_kv")
 
     @model_validator(mode="after")
     def _consistent(self) -> AttentionVarlenProblem:
@@ -104,7 +109,7 @@ class AttentionVarlenProblem(Problem):
     @property
     def head(self) -> int:
         """The head dimension in shared memory."""
-        return kernels.padded(self.D)
+        return padded_head(self.D)
 
     def alone(self, lengths: Lengths, batch: int = 1) -> AttentionProblem:
         """So many sequences of the same length, not packed."""
