@@ -202,7 +202,7 @@ DYNAMIC_BUGS = [
     bug("a block that is passed over is not waited for", "range(end, tile_end):\n                    tlx.barrier_wait(k_full[stage], phase)", "range(end, tile_end):", "barrier_reuse early_release deadlock"),
     bug("keys that are passed over are kept", "range(end, tile_end):\n                    tlx.barrier_wait(k_full[stage], phase)\n                    release(k_empty[stage])", "range(end, tile_end):\n                    tlx.barrier_wait(k_full[stage], phase)", "deadlock"),
     bug("a block too few is passed over", "range(end, tile_end)", "range(end + 1, tile_end)", "deadlock roles_out_of_step wrong_result"),
-    bug("one consumer's rows see what the next one's do", "row += consumer * WG_M\n                first, left", "row += consumer * WG_M + WG_M\n                first, left", "wrong_result deadlock roles_out_of_step out_of_bounds data_race"),
+    bug("one consumer's rows see what the next one's do", "row += consumer * WG_M\n                _, _, whole, end", "row += consumer * WG_M + WG_M\n                _, _, whole, end", "wrong_result deadlock roles_out_of_step out_of_bounds data_race"),
     bug("neighbouring columns change places", "low, high = tl.split", "high, low = tl.split", "wrong_result"),
     bug("the upper half of a word is taken for the lower", "low = words.to(tl.int16)", "low = (words >> 16).to(tl.int16)", "wrong_result"),
     bug("probabilities may overflow", "slack = 8.0 / scale", "slack = 1000.0 / scale", "wrong_result"),
