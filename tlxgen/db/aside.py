@@ -1,8 +1,8 @@
-"""Moving a database file out of the way without harm to whoever else may be using it.
+"""Moving a damaged database file aside, safely for other processes that use it.
 
 Renaming a database under a process that has it open is dangerous: that process goes on to delete the journal of the
-file that took its place (https://sqlite.org/howtocorrupt.html, section 2.4). So a file is moved only where SQLite's own
-lock says that nobody has it open, and by one process at a time.
+file that took its place (https://sqlite.org/howtocorrupt.html, section 2.4). So a file is moved only if SQLite's
+own lock shows that no process has it open, and by one process at a time.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 #: The bytes that SQLite locks: pending, reserved and shared (https://sqlite.org/src/file/src/os.h). A connection in WAL
-#: mode holds a shared one from its first look to its end.
+#: mode holds a shared one from its first read to its end.
 _LOCKED_FROM = 0x40000000
 _LOCKED_BYTES = 512
 
 _PATIENCE_S = 1.0
 
-#: What SQLite keeps beside a database. Left behind, it would be taken for the new file's.
+#: Suffixes of SQLite's files beside a database. Left behind, they would be applied to the new file.
 _COMPANIONS = ("-journal", "-wal", "-shm")
 
 
 def size(path: Path) -> int | None:
-    """Bytes of a regular file; None where there is none, or a device or a folder."""
+    """Bytes of a regular file; None for no file, a device or a folder."""
     try:
         found = path.stat()
     except OSError:
@@ -39,7 +39,7 @@ def size(path: Path) -> int | None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Whether no other process is in this block for the same folder; False where the file system cannot tell."""
+    """Whether no other process is in this block for the same folder; False if the file system has no locks."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -57,7 +57,7 @@ def alone(folder: Path) -> Iterator[bool]:
 
 
 def move(path: Path) -> Path | None:
-    """Renames a database and what belongs to it; the new place, or None where it is in use or cannot be moved."""
+    """Renames a database and its journal files; returns the new path, or None if it is in use or cannot be moved."""
     path = path.resolve()
     try:
         with path.open("r+b") as file:
@@ -74,10 +74,10 @@ def move(path: Path) -> Path | None:
 
 
 def _take_lock(file: BinaryIO) -> None:
-    """Takes SQLite's lock, once those have let go who only look and find what we have found.
+    """Takes SQLite's lock, waiting for processes that only read.
 
     Raises:
-        OSError: somebody holds it, or the file system knows no locks.
+        OSError: another process holds it, or the file system has no locks.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while not _locked(file):
@@ -95,6 +95,6 @@ def _locked(file: BinaryIO) -> bool:
 
 
 def _free(path: Path) -> Path:
-    """A name beside the file that nothing has yet."""
+    """An unused name in the file's folder."""
     names = (path.with_name(f"{path.name}.aside-{number}") for number in count(1))
     return next(name for name in names if not name.exists())

@@ -1,7 +1,7 @@
-"""Problems that were asked for and have no tuned row: noted for `tlxgen tune --untuned`, but never without bound.
+"""Problems without a tuned row that were requested: a bounded list for `tlxgen tune --untuned`.
 
-The first problems of a class of sizes are noted as they are, since a program of fixed shapes has few. What follows is
-taken for a length that grows, and counts for the class's representative, once a process.
+The first problems of a size class are noted exactly, since a program with fixed shapes has few. Later ones are assumed
+to be growing lengths; they count for the class's representative, once in a process.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections import OrderedDict
 from tlxgen.problem import Problem
 from tlxgen.space.size_classes import representative
 
-#: Problems of one class that a process notes as they are.
+#: Problems of one class that a process notes exactly.
 EXACT = 4
-#: Classes that are remembered; the one not seen for longest is forgotten first.
+#: Classes that are remembered; the least recently seen is forgotten first.
 _CLASSES = 4096
 
 _LOCK = threading.Lock()
@@ -37,6 +37,6 @@ def to_note(problem: Problem) -> Problem | None:
 
 
 def forget() -> None:
-    """Notes everything anew."""
+    """Forgets what this process noted."""
     with _LOCK:
         _NOTED.clear()

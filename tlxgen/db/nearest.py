@@ -1,11 +1,11 @@
-"""A measured row of a similar problem, for one that was never tuned.
+"""The measured row of a similar problem, for a problem without one.
 
-Similar is what differs in lengths alone; every other field (dtype, layout, epilogue, mask, head dimension) changes the
-kernel. The distance of two problems is the sum of the octaves between their lengths, weighted by what each length means
-to a config (`Problem.lengths`).
+Similar problems differ in lengths only; every other field (dtype, layout, epilogue, mask, head dimension) changes the
+kernel. The distance of two problems is the sum of the octaves between their lengths, weighted by the effect of each
+length on the config (`Problem.lengths`).
 
-A neighbour serves only if it is no worse than the default: on its own problem it was measured to be the fastest, so the
-two start level there, and from there to the problem at hand the time model says which of them grows more.
+A neighbour is served only if it is no slower than the default config by this comparison: on its own problem it was
+measured to be the fastest, and by the time model its time grows from there to this problem no more than the default's.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tlxgen.errors import TlxgenError
 from tlxgen.problem import Problem
 from tlxgen.space import search_space
 
-#: Octaves, weighted. Beyond, a config was tuned for another regime.
+#: Weighted octaves. Rows that are further away were tuned for another regime.
 FARTHEST = 2.0
-#: How much slower than the default a neighbour may grow by the time model: less than the model can tell.
+#: Factor by which a neighbour may be slower than the default by the time model; it is within the model's error.
 SLACK = 1.01
-#: Of the nearest rows, so many are looked at.
+#: Number of nearest rows that are tried.
 _TRIED = 4
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A row, its problem, and how far that is from the one asked for."""
+    """A row, its problem, and that problem's distance from the requested one."""
 
     record: TunedRecord
     problem: Problem
@@ -43,7 +43,7 @@ class Neighbour:
 
 
 def apart(one: Problem, other: Problem) -> dict[str, tuple[Any, Any]]:
-    """The fields that change the code and differ, each with both values."""
+    """Fields that change the code and differ, each with both values."""
     a, b = one.model_dump(), other.model_dump()
     return {name: (a[name], b[name]) for name in a if name not in one.lengths and a[name] != b[name]}
 
@@ -51,7 +51,7 @@ def apart(one: Problem, other: Problem) -> dict[str, tuple[Any, Any]]:
 def distance(one: Problem, other: Problem) -> float:
     """Weighted octaves between the lengths of two problems without a zero; infinite if anything else differs.
 
-    A metric: symmetric, 0 for equal problems alone, and no detour is shorter.
+    It is a metric.
     """
     if type(one) is not type(other) or apart(one, other):
         return math.inf
@@ -60,7 +60,7 @@ def distance(one: Problem, other: Problem) -> float:
 
 
 class Neighbourhood:
-    """The measured rows of one operator, read once; what is filed later is not seen."""
+    """The measured rows of one operator, read once; later rows are not seen."""
 
     def __init__(self, operator: str, records: Iterable[TunedRecord]) -> None:
         self._rows: list[tuple[TunedRecord, Problem]] = []
@@ -105,7 +105,7 @@ class Neighbourhood:
         return None, "; ".join(reasons) or self._account(problem, [index for _, _, index in here])
 
     def elsewhere(self, problem: Problem, gpu: Gpu, toolchain: str) -> str:
-        """Where this very problem was tuned instead, on other GPUs or toolchains, and why that is not served here."""
+        """Rows of the same problem for other GPUs or toolchains, and why they are not served here."""
         found = set()
         for record in self._elsewhere.get(problem, ()):
             device = record.key.device
@@ -118,7 +118,7 @@ class Neighbourhood:
         return f"it was tuned for {', '.join(sorted(found))}, and a row serves its own GPU model and toolchain alone"
 
     def _account(self, problem: Problem, here: list[int]) -> str:
-        """Field by field, what keeps the rows of this GPU from being neighbours."""
+        """The fields by which the rows of this GPU differ, with counts."""
         if not here:
             return f"no measured row of {problem.operator} for this GPU and toolchain"
         differing: dict[str, Counter[str]] = defaultdict(Counter)
@@ -143,7 +143,7 @@ def why_worse(problem: Problem, config: Config, tuned: Problem, default: Config 
         config: the neighbour's.
         tuned: the neighbour's own problem, for which `config` was measured to be best.
         default: the model's favourite for `problem`.
-        gpu: what on.
+        gpu: the GPU.
     """
     if default is None or default == config:
         return None

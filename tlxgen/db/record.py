@@ -1,4 +1,4 @@
-"""Rows of the database and the key that a row is filed under."""
+"""Rows of the database and their keys."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ SCHEMA_VERSION = 1
 
 Origin = Literal["measured", "predicted"]
 
-#: Numbers that a row's place in the database has room for.
+#: Numbers that fit an integer column of the database.
 Positive = Annotated[float, Field(gt=0, lt=1e300, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, lt=1e300, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
-#: A config that is kept: one that is older than a parameter of its search space is read as having it.
+#: A stored config: one that is older than a parameter of its search space gets the parameter's former value.
 KeptConfig = Annotated[Config, AfterValidator(absent.completed)]
 
 
 class TuningKey(BaseModel):
-    """Where a row is filed. One function (`tlxgen.db.record.tuning_key`) makes keys for tuner and run time alike."""
+    """The key of a row; `tlxgen.db.record.tuning_key` makes it for tuner and run time."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -74,7 +74,7 @@ class TunedRecord(BaseModel):
 
     @model_validator(mode="after")
     def _printable(self) -> TunedRecord:
-        """Rows come from strangers, and are listed on terminals, which other characters would steer."""
+        """Rows may come from other people and are listed on terminals, which control characters would affect."""
         for text in _texts(self.model_dump()):
             if not text.isprintable():
                 raise ValueError(f"{text[:80]!r} holds characters that cannot be printed")

@@ -1,7 +1,6 @@
 """Tuned configs as sorted JSON lines: the files of `cache/` that come with tlxgen, and those of `tlxgen cache export`.
 
-Lines, because these files are reviewed in pull requests: a new config is one line of difference, and the same rows give
-the same bytes wherever they are written.
+These files are reviewed in pull requests: a new config is one changed line, and equal rows give equal bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tlxgen.errors import CacheError
 def dump(records: Iterable[TunedRecord], path: Path) -> None:
     """Writes `records` to `path`, sorted by operator and problem, one compact JSON object a line.
 
-    The file is replaced at once, so that a reader or a kill meets the old content or the new.
+    The file is replaced atomically.
 
     Raises:
         CacheError: the file cannot be written.
@@ -30,7 +29,7 @@ def dump(records: Iterable[TunedRecord], path: Path) -> None:
 
 
 def write(path: Path, content: str) -> None:
-    """Replaces a file at once.
+    """Replaces a file atomically.
 
     Raises:
         CacheError: the file cannot be written.
@@ -56,7 +55,7 @@ def load(path: Path) -> list[TunedRecord]:
 
 
 def lines(path: Path) -> list[tuple[int, TunedRecord | str]]:
-    """Each line's number with its record, or with what is wrong with it; empty lines are left out.
+    """Each line's number with its record or its defect; empty lines are skipped.
 
     Raises:
         CacheError: the file cannot be read.
@@ -65,11 +64,11 @@ def lines(path: Path) -> list[tuple[int, TunedRecord | str]]:
 
 
 def import_shipped(store: Store) -> int:
-    """Brings the configs that come with tlxgen into `store`; returns how many rows were stored.
+    """Imports the shipped configs into `store`; returns the number of stored rows.
 
-    Each file is imported once, told by its content, so that rows which the user removes stay removed. What the user
-    measured is never displaced, and neither is a newer row. Called on the way to the first kernel: whatever is wrong
-    with a file, a line or the database is a `CacheWarning`, and the rest is imported.
+    Each file is imported once, identified by its content, so rows that the user removes stay removed. The user's own
+    measurements and newer rows are never replaced. This runs before the first kernel: a defect of a file, a line or
+    the database is a `CacheWarning`, and the rest is imported.
     """
     return sum(_import_file(store, path) for path in sorted(paths.SHIPPED_CACHE.glob("*.jsonl")))
 
@@ -91,7 +90,7 @@ def _import_file(store: Store, path: Path) -> int:
 
 
 def _make_way(store: Store, records: list[TunedRecord]) -> None:
-    """Removes rows that would keep a shipped one out although their kernel, unlike its, is not what is emitted now."""
+    """Removes rows of outdated kernels that would keep a valid shipped row out."""
     from tlxgen.db.validity import why_other_code
 
     present = {record.key.id: record for record in store.records()}
@@ -120,14 +119,14 @@ def _read(path: Path) -> bytes:
 
 
 def _lines(content: bytes) -> Iterator[tuple[int, TunedRecord | str]]:
-    """Each line's number with its record, or with what is wrong with it; empty lines are nothing."""
+    """Each line's number with its record or its defect; empty lines are skipped."""
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             yield number, _parsed(line)
 
 
 def of_use(found: TunedRecord | str) -> TunedRecord | str:
-    """A line's record, or why it is none that this version has a use for."""
+    """A line's record, or why this version cannot use it."""
     from tlxgen.db.validity import why_foreign
 
     why = None if isinstance(found, str) else why_foreign(found)
@@ -135,7 +134,7 @@ def of_use(found: TunedRecord | str) -> TunedRecord | str:
 
 
 def _plain(text: str) -> str:
-    """One line, in which nothing steers a terminal."""
+    """One line without control characters."""
     return "".join(map(_visible, " ".join(text.split())[:300]))
 
 
@@ -147,7 +146,7 @@ def _parsed(line: bytes) -> TunedRecord | str:
 
 
 def _visible(character: str) -> str:
-    """So that what a stranger's file holds steers no terminal."""
+    """The text with control characters escaped."""
     return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 

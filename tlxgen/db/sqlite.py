@@ -1,8 +1,8 @@
-"""The SQLite file under the store: where it lies, how it is opened, its tables and its transactions.
+"""The SQLite file of the store: its path, opening, tables and transactions.
 
-What makes SQLite hard to share is here: processes that create one file at the same moment, a change of journal that
-does not wait its turn, file systems without shared memory, media that cannot be written. A file that is no database of
-ours is moved out of the way (`tlxgen.db.aside`).
+It handles what makes SQLite hard to share: processes that create one file at the same moment, a change of journal
+that does not wait for locks, file systems without shared memory, read-only media. A file that is not a tlxgen database
+is moved aside (`tlxgen.db.aside`).
 
 SQLite behaviour relied on: https://sqlite.org/wal.html, https://sqlite.org/uri.html and
 https://sqlite.org/lang_transaction.html.
@@ -27,12 +27,12 @@ from tlxgen.errors import CacheError
 
 #: How long a statement waits for another process's transaction.
 BUSY_SECONDS = 30.0
-#: The same for notes that a kernel call makes in passing.
+#: The same for notes that a kernel call writes.
 IMPATIENT_SECONDS = 0.2
 MEMORY = ":memory:"
 WAY_OUT = "set TLXGEN_CACHE to a file in a directory that can be written"
 
-#: Statements that lead from version i to i + 1. They stay as they are once released; changes are appended.
+#: Statements from version i to i + 1. Released ones are never changed; changes are appended.
 _MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         """CREATE TABLE IF NOT EXISTS tuned (
@@ -88,15 +88,15 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 
 class CacheWarning(UserWarning):
-    """The database, or a row of it, could not be used; kernels run all the same, perhaps slower."""
+    """The database or one of its rows could not be used; kernels still run, perhaps slower."""
 
 
 class UnusableFileError(CacheError):
-    """The file is damaged, of another program or of a later version: another one has to take its place."""
+    """The file is damaged, of another program or of a later version, and has to be replaced."""
 
 
 class Connection:
-    """What of `sqlite_utils.Database` reading takes, without importing it: on the way to a kernel, rows are read."""
+    """The part of `sqlite_utils.Database` that reading needs, without its import, to make first launches short."""
 
     def __init__(self, conn: sqlite3.Connection) -> None:
         self.conn = conn
@@ -127,7 +127,7 @@ class Connection:
 
 
 def checked_place(path: Path | None) -> Path:
-    """Where the database is to be, its directory ready."""
+    """The database's path, with its directory created."""
     try:
         place = path or paths.database_path()
     except RuntimeError as error:  # `~` in TLXGEN_CACHE without a home directory
@@ -155,7 +155,7 @@ def _text(stored: bytes) -> str:
 
 
 def in_memory() -> Any:
-    """An empty database that ends with its connection."""
+    """An empty database in memory."""
     db = connect(MEMORY)
     migrate(db)
     return db
@@ -190,9 +190,9 @@ def _copied(uri: str) -> Any:
 
 
 def open_writable(path: Path, *, prove: bool) -> Any:
-    """A connection that can write: with `prove`, one that has just written, so that a full disk shows now.
+    """A connection that can write; `prove` writes once, so that a full disk is noticed now.
 
-    A file that cannot be used is moved aside, if nobody is using it, and a new one is begun, with a warning.
+    An unusable file that no process has open is moved aside and replaced by a new one, with a warning.
     """
     if aside.size(path):
         try:
@@ -217,7 +217,7 @@ def open_writable(path: Path, *, prove: bool) -> Any:
 
 
 def why_unusable(path: Path) -> str | None:
-    """Why the next to open the file would move it aside, or None; only looks."""
+    """Why opening the file would move it aside, or None; changes nothing."""
     if aside.size(path) == 0:
         return "it is empty"
     try:
@@ -268,17 +268,17 @@ def _version(db: Any) -> int:
 
 
 def _tells_damage(error: BaseException) -> bool:
-    """Whether SQLite's words are about the file's contents: most of its errors are about disks, locks and rows."""
+    """Whether SQLite's error is about the file's contents, not about disks, locks or rows."""
     if isinstance(error, sqlite3.OperationalError):
         return "unsupported file format" in str(error)
     return type(error) is sqlite3.DatabaseError or isinstance(error, UnicodeError)  # a message quotes damaged text
 
 
 def _refuse_damaged(db: Any) -> None:
-    """Looks at every page, which takes 6 ms for each MB.
+    """Checks every page, 6 ms for each MB.
 
     Raises:
-        UnusableFileError: something is wrong with one, a table or column is missing, or a rule is another than ours.
+        UnusableFileError: a page is damaged, a table or column is missing, or a constraint differs.
     """
     # First, since SQLite's own check trips over statements that make no sense.
     unusable = {name for name, table in _layout().items() if not _serves(_table(db, name), table)}
@@ -291,7 +291,7 @@ def _refuse_damaged(db: Any) -> None:
 
 @dataclass(frozen=True)
 class _Table:
-    """What a schema says of one."""
+    """A table of the schema."""
 
     columns: frozenset[str]
     statement: str  #: that made it, rules of its columns among it
@@ -305,9 +305,9 @@ def _layout() -> dict[str, _Table]:
 
 
 def _serves(found: _Table, wanted: _Table) -> bool:
-    """Whether it can stand for ours: with columns of somebody else's too, or else by the very same statement.
+    """Whether it can serve as ours: it has additional columns, or was made by the same statement.
 
-    A bit that flips in a statement is no damage to SQLite, and makes a rule that refuses every row.
+    SQLite does not notice a flipped bit in a statement, which may make a constraint that refuses every row.
     """
     return found.columns > wanted.columns or found == wanted
 
@@ -331,9 +331,9 @@ def _refuse_empty(db: Any) -> None:
 
 
 def _set_journal(db: Any) -> str | None:
-    """WAL, so that readers and a writer do not wait for each other.
+    """Sets WAL, in which readers and a writer do not wait for each other.
 
-    Where WAL cannot work, the rollback journal, and what SQLite said.
+    Without WAL: the rollback journal, and SQLite's reason.
     """
     answer = _ask_for_wal(db)
     if answer == "wal":
@@ -362,7 +362,7 @@ def _answer_to_wal(db: Any) -> str | None:
 
 
 def _probe(db: Any) -> None:
-    """Fails where the file cannot be written. A lock held by another process shows that it can."""
+    """Fails if the file cannot be written. A lock held by another process proves that it can."""
     with busy_timeout(db, 0):
         try:
             db.conn.execute("BEGIN IMMEDIATE")
@@ -376,7 +376,7 @@ def _probe(db: Any) -> None:
 
 
 def migrate(db: Any) -> None:
-    """Brings the tables to `SCHEMA_VERSION` in one transaction: of many processes at once, one does it."""
+    """Migrates the tables to `SCHEMA_VERSION` in one transaction; of several processes one does it."""
     with immediate(db):
         for statements in _MIGRATIONS[_version(db) :]:
             for statement in statements:
@@ -386,7 +386,7 @@ def migrate(db: Any) -> None:
 
 @contextmanager
 def immediate(db: Any) -> Iterator[None]:
-    """One write transaction. Its lock is taken at the start: a reader that turns writer cannot wait its turn."""
+    """One write transaction. It takes its lock at the start: a reader that becomes a writer cannot wait for it."""
     db.conn.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -399,7 +399,7 @@ def immediate(db: Any) -> Iterator[None]:
 
 @contextmanager
 def busy_timeout(db: Any, seconds: float) -> Iterator[None]:
-    """Waits at most `seconds` for each lock meanwhile."""
+    """Limits the wait for each lock to `seconds`."""
     db.conn.execute(f"PRAGMA busy_timeout = {round(seconds * 1000):d}")
     try:
         yield
@@ -408,13 +408,13 @@ def busy_timeout(db: Any, seconds: float) -> Iterator[None]:
 
 
 def is_locked(error: Exception) -> bool:
-    """Whether another process's lock was waited for in vain."""
+    """Whether the error is a timeout of waiting for a lock."""
     # Text, because Python 3.10 has no error codes; "locking protocol" (WAL on a network file system) is no lock.
     return isinstance(error, sqlite3.OperationalError) and "is locked" in str(error)
 
 
 def hint(error: Exception) -> str:
-    """The way out of an error of SQLite."""
+    """The remedy for an error of SQLite."""
     if isinstance(error, sqlite3.IntegrityError | OverflowError | UnicodeError):
         return "a row needs finite times above zero and text and numbers that SQLite can hold"
     if is_locked(error):

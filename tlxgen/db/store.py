@@ -1,9 +1,9 @@
 """The database of tuned configs: one SQLite file that tuner, run time and command line share.
 
-Anything may be wrong with a file that many processes, hosts and versions touch, and none of it may reach a kernel call:
-at run time a place that cannot be written is read, a place that cannot be read is replaced by memory, and a row that
-cannot be understood is a miss, each with one `CacheWarning`. The tuner asks for the opposite (`read_only_ok=False`): it
-wants to hear before it spends time that its results could not be kept.
+Many processes, hosts and versions use the file, and no defect of it may break a kernel call. At run time a read-only
+file is read, an unreadable one is replaced by memory, and a row that cannot be parsed is a miss, each with one
+`CacheWarning`. The tuner wants an error before it spends time on results that could not be stored
+(`read_only_ok=False`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MEMORY", "MOST_UNTUNED", "CacheWarning", "Policy", "Source", "Store"]
 
-#: Keys that the list of what to tune has room for.
+#: Keys that the list of misses holds.
 MOST_UNTUNED = 1000
 
 Policy: TypeAlias = Literal["faster", "newer", "keep"]
@@ -42,7 +42,7 @@ class Store:
     """The tuned-config database. Safe to share among threads; many processes may open the same file.
 
     Attributes:
-        writable: False where nothing put here outlives the process (a read-only file, or memory).
+        writable: False if rows put here do not outlive the process (a read-only file, or memory).
         location: the file, or `:memory:`.
     """
 
@@ -55,7 +55,7 @@ class Store:
 
     @classmethod
     def open(cls, path: Path | None = None, *, read_only_ok: bool = True) -> Store:
-        """The database at `path`, by default `tlxgen.paths.database_path()`, created where it is missing.
+        """The database at `path`, by default `tlxgen.paths.database_path()`; created if missing.
 
         The user's own cache directory is created too; another place has to exist, since a mistyped name or a share that
         is not mounted should be told, not filled. A file that is damaged, empty, of another program or of a later
@@ -97,7 +97,7 @@ class Store:
         return cls(sqlite.read_copy(path), str(path), writable=False)
 
     def get(self, key: TuningKey) -> TunedRecord | None:
-        """The best config known for `key`, or None. Never raises: a defect is a miss with a `CacheWarning`."""
+        """The best config known for `key`, or None. Never raises; a defect is a miss with a `CacheWarning`."""
         if key.id in self._bad:
             return None
         try:
@@ -116,8 +116,8 @@ class Store:
     def put(self, record: TunedRecord, source: Source = "user") -> bool:
         """Stores `record` as the best of its key; True if it was stored.
 
-        What the tuner hands over is the winner of a paired comparison, so it replaces the row whatever the two times
-        say, except that a predicted record never displaces a measured one.
+        The tuner's record is the winner of a paired comparison, so it replaces the row whatever the two times are. A
+        predicted record never replaces a measured one.
 
         Raises:
             CacheError: the row breaks a rule of the schema, or the file cannot be written any more.
@@ -125,9 +125,9 @@ class Store:
         return self._store([record], None, source) == 1
 
     def merge(self, records: Iterable[TunedRecord], policy: Policy, source: Source) -> int:
-        """Stores those `records` that beat the rows they meet; returns how many, all or none being written.
+        """Stores the `records` that beat the existing rows, in one transaction; returns their number.
 
-        Measured beats predicted whatever the policy. Shipped records never displace what the user measured.
+        Measured records beat predicted ones under any policy. Shipped records never replace the user's measurements.
 
         Raises:
             CacheError: as for `put`.
@@ -149,7 +149,7 @@ class Store:
         return stored
 
     def mark_bad(self, key: TuningKey, reason: str) -> None:
-        """Keeps the row of `key` but serves it no more. Never raises: this is called while a kernel is waited for."""
+        """Marks the row of `key` as bad, so that it is not served. Never raises, since a kernel call is waiting."""
         try:
             with self._transaction(patient=False) as db:
                 db.execute("UPDATE tuned SET bad = ? WHERE key_id = ?", (reason, key.id))
@@ -158,7 +158,7 @@ class Store:
             warn(f"row {key.id} is skipped in this process only: {error}")
 
     def add_trial(self, key: TuningKey, trial: Trial, instead_of: str | None = None) -> None:
-        """Remembers one try, committed at once so that a kill loses nothing finished.
+        """Stores one trial, committed at once, so that a killed tuner loses no finished one.
 
         Args:
             key: what was tuned.
@@ -188,7 +188,7 @@ class Store:
             db.table("trials").insert(row, pk=("key_id", "config_id", "source_hash", "protocol"), replace=True)
 
     def trials(self, key: TuningKey, protocol: str | None = None) -> list[Trial]:
-        """What was tried for `key`, oldest first, of one timing protocol or of all; defective rows are skipped."""
+        """The trials of `key`, oldest first, of one timing protocol or of all; defective rows are skipped."""
         rows = self._select(
             "SELECT * FROM trials WHERE key_id = :key AND (:protocol IS NULL OR protocol = :protocol) ORDER BY rowid",
             {"key": key.id, "protocol": protocol},
@@ -197,9 +197,9 @@ class Store:
         return [trial for trial in found if trial is not None]
 
     def note_untuned(self, key: TuningKey) -> None:
-        """Counts a miss at run time. Never raises and hardly waits: the count is not worth a stalled kernel call.
+        """Counts a miss at run time. Never raises, and waits only briefly for locks.
 
-        The list keeps `MOST_UNTUNED` keys; a new one takes the place of the least wanted, the oldest of those.
+        The list holds `MOST_UNTUNED` keys; a new one replaces the oldest of those with the least count.
         """
         with suppress(CacheError), self._transaction(patient=False) as db:
             db.execute(
@@ -214,7 +214,7 @@ class Store:
             )
 
     def untuned(self) -> list[tuple[TuningKey, int]]:
-        """Keys asked for at run time and not found, with how often, most wanted first."""
+        """Keys that were missed at run time, with their counts, largest first."""
         rows = self._select("SELECT * FROM untuned ORDER BY count DESC, key_id")
         found = [(_key(row), int(row["count"])) for row in rows]
         return [(key, count) for key, count in found if key is not None]
@@ -239,7 +239,7 @@ class Store:
         return [record for record in found if record.key.id not in self._bad]
 
     def defective(self) -> dict[str, str]:
-        """Key ids of the rows that `get` treats as misses, each with the reason."""
+        """Key ids of rows that `get` treats as misses, with reasons."""
         reasons = {}
         for row in self._select("SELECT * FROM tuned ORDER BY key_id"):
             record = _record(row)
@@ -248,7 +248,7 @@ class Store:
         return reasons
 
     def delete(self, keys: Iterable[TuningKey | str]) -> int:
-        """Forgets rows, given by key or key id, and the trials behind them; returns how many rows there were."""
+        """Deletes rows, given by key or key id, and their trials; returns the number of rows."""
         count = 0
         with self._transaction() as db:
             for key in keys:
@@ -263,13 +263,13 @@ class Store:
         return bool(self._select("SELECT 1 FROM imports WHERE content_hash = ?", (content_hash,)))
 
     def note_import(self, content_hash: str, name: str, rows: int) -> None:
-        """Remembers that a file was imported."""
+        """Records that a file was imported."""
         row = {"content_hash": content_hash, "name": name, "rows": rows, "created": _now()}
         with self._transaction() as db:
             db.table("imports").insert(row, pk="content_hash", replace=True)
 
     def close(self) -> None:
-        """Ends the connection; a closed store refuses everything but another `close`."""
+        """Closes the connection; a closed store allows only another `close`."""
         with self._lock:
             self._db.close()
 
@@ -285,7 +285,7 @@ class Store:
 
     @contextmanager
     def _transaction(self, *, patient: bool = True) -> Iterator[Any]:
-        """One write, all or nothing."""
+        """One write transaction."""
         seconds = sqlite.BUSY_SECONDS if patient else sqlite.IMPATIENT_SECONDS
         with self._lock, self._told(), sqlite.busy_timeout(self._db, seconds), sqlite.immediate(self._db):
             yield self._db
@@ -318,7 +318,7 @@ def _row(record: TunedRecord, source: Source) -> Row:
 
 
 def _record(row: Row) -> TunedRecord | str:
-    """The record of a row, or what is wrong with the row."""
+    """The record of a row, or its defect."""
     plain = set(TunedRecord.model_fields) - {"key", "config", "versions"}
     try:
         key = {
@@ -389,5 +389,5 @@ def _compact(value: Any) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """A validation error in one line: pydantic spreads its own over several."""
+    """A validation error in one line, where pydantic writes several."""
     return " ".join(str(error).split())[:300]

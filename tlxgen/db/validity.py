@@ -56,7 +56,7 @@ _CAPABILITY = re.compile(r"\d{1,3}\.\d{1,3}")
 
 
 def why_foreign(record: TunedRecord) -> str | None:
-    """What of a row this version of tlxgen has no use for, or None. Whether its config is legal, launches ask."""
+    """Why this version of tlxgen cannot use a row, or None. Whether the config is legal is checked at launch."""
     dead = why_dead(record)
     if dead is not None:
         return dead
@@ -75,7 +75,7 @@ def why_foreign(record: TunedRecord) -> str | None:
 
 
 def why_dead(record: TunedRecord) -> str | None:
-    """Whether its operator, or its template, is not known."""
+    """Why its operator or template is unknown, or None."""
     operator, template = record.key.operator, record.config.template
     if operator not in ops.NAMES:
         return f"operator {operator!r} is not known; there are {', '.join(ops.NAMES)}"
@@ -85,10 +85,10 @@ def why_dead(record: TunedRecord) -> str | None:
 
 
 def why_another(record: TunedRecord) -> str | None:
-    """Whether its problem has other fields than a look-up would ask for.
+    """Why its problem differs from the one that a look-up would use, or None.
 
     Raises:
-        InvalidProblemError: its fields make none.
+        InvalidProblemError: its fields are no valid problem.
     """
     asked = record.key.problem
     fields = ops.get(record.key.operator).problem(asked).model_dump()

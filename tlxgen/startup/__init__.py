@@ -1,1 +1,1 @@
-"""What makes a new process start fast: notes of earlier processes, and imports without what they do in vain."""
+"""Fast start of a process: notes of earlier processes, and imports without needless work."""

@@ -1,8 +1,8 @@
-"""A first launch without the garbage collector.
+"""The pause of the garbage collector during a first launch.
 
-What imports make stays, so there is nothing to collect. But enough of it sets off a full collection, which walks all
-that torch has made, 80 ms, to find nothing. Put off, it comes when the GPU has something to do already. What was made
-meanwhile counts as old then: so many young objects would be looked at as soon as a block ends, 15 ms in all.
+Imports create objects that stay. Enough of them start a full collection, which visits all of torch's objects (80 ms)
+and finds nothing. After the pause it happens while the GPU is busy. The new objects then count as old; otherwise a
+collection would visit them at the end of the pause (15 ms).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STATE = {"paused": False}
 
 
 def _in_child() -> None:
-    """After a fork: the blocks of other threads never end here."""
+    """After a fork, where the blocks of other threads never end."""
     if _STATE["paused"]:
         gc.enable()
 
@@ -32,10 +32,10 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No collections until such a block of any thread ends; then as the user has it.
+    """No collections until such a block of any thread ends; then the user's setting.
 
-    Blocks of two threads may overlap: the first turns collections off, and on again when it ends, which costs the other
-    time and nothing else. Nobody waits or counts, so that no interrupt can leave them off.
+    Blocks of two threads may overlap: the first one's end turns collections on again, which only costs the other time.
+    There is no lock or count, so an interrupt cannot leave them off.
     """
     enabled, modules = gc.isenabled(), len(sys.modules)
     try:
@@ -54,7 +54,7 @@ def paused() -> Iterator[None]:
 
 
 def _age() -> None:
-    """Makes old objects of all, without a look at any."""
+    """Marks all objects as old without visiting them."""
     if not gc.get_freeze_count():  # else the user has frozen some, which are to stay so
         gc.freeze()
         gc.unfreeze()

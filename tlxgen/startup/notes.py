@@ -1,7 +1,7 @@
-"""Small files in the user's cache that save a new process the work of an old one.
+"""Notes: small files in the user's cache with results of earlier processes.
 
-A note lies under a hash of all that decides what it says, so that none is ever out of date. One that is missing,
-damaged or cannot be read is a miss, and nothing is said where none can be written: what a note saves is time.
+A note's name is a hash of everything that its content depends on, so no note is out of date. A missing, damaged or
+unreadable note is a miss, and a note that cannot be written is skipped silently: notes only save time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tlxgen import paths
 
 
 def recall(kind: str, parts: Sequence[str]) -> dict[str, Any] | None:
-    """What was noted under these parts."""
+    """The content of the note for these parts, or None."""
     try:
         note = json.loads(_place(kind, parts).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -28,14 +28,14 @@ def recall(kind: str, parts: Sequence[str]) -> dict[str, Any] | None:
 
 
 def remember(kind: str, parts: Sequence[str], content: dict[str, Any]) -> None:
-    """Notes it, in place of what is there."""
+    """Writes the note, replacing an existing one."""
     with contextlib.suppress(OSError):
         note = {"content": content, "sum": _sum(kind, parts, content)}
         paths.write_atomically(_place(kind, parts), json.dumps(note))
 
 
 def _sum(kind: str, parts: Sequence[str], content: dict[str, Any]) -> str:
-    """Of what is said, and what it is said of: a flipped bit shows, and so does another's note."""
+    """A checksum of content and parts, which reveals flipped bits and notes of other parts."""
     told = json.dumps([kind, list(parts), content], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()[:32]
 

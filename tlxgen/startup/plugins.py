@@ -23,12 +23,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 
-#: Variables, with the values at which the libraries do not look.
+#: Variables with the values that turn the searches off.
 _PYDANTIC = "PYDANTIC_DISABLE_PLUGINS"
 _TRITON = "TRITON_BACKENDS_IN_TREE"
 _VALUES = {_PYDANTIC: "__all__", _TRITON: "1"}
 
-#: A directory, and what changes when something is installed into it or removed; None where there is none.
+#: A directory, and numbers of its state that an installation or removal changes; None if it does not exist.
 _Place: TypeAlias = tuple[str, tuple[int, int, int] | None]
 
 #: More than any `entry_points.txt` has.
@@ -37,9 +37,9 @@ _LONG = 1 << 16
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """For imports of ours: no search that would find nothing.
+    """Skips needless searches during imports.
 
-    Only where no other thread runs, which might read the environment, or start a process that inherits it.
+    Only if no other thread runs, since it might read the environment or start a process that inherits it.
     """
     names = _to_set() if _alone() else ()
     try:
@@ -56,14 +56,14 @@ def _alone() -> bool:
 
 
 def _to_set() -> Sequence[str]:
-    """Variables of searches that are to come and would find nothing; the user's own stay as they are."""
+    """Variables of future searches that would find nothing; those that the user set are left alone."""
     to_come = [name for name in _to_come() if name not in os.environ]
     needless = _needless() if to_come else frozenset()
     return [name for name in to_come if name in needless]
 
 
 def _to_come() -> Iterator[str]:
-    """Variables of those libraries that have not looked yet: each does once in a process."""
+    """Variables of the libraries that have not searched yet; each searches once in a process."""
     loader = sys.modules.get("pydantic.plugin._loader")
     if loader is None or getattr(loader, "_plugins", {}) is None:
         yield _PYDANTIC
@@ -72,7 +72,7 @@ def _to_come() -> Iterator[str]:
 
 
 def _needless() -> frozenset[str]:
-    """Variables of those libraries that would find nothing; none where that cannot be told."""
+    """Variables of the libraries that would find nothing; none if this cannot be decided."""
     try:
         if any(hasattr(finder, "find_distributions") and finder is not PathFinder for finder in sys.meta_path):
             return frozenset()  # it may know distributions that lie nowhere
@@ -96,10 +96,10 @@ def _place(path: object) -> _Place:
 
 @lru_cache(maxsize=1)
 def _would_find_nothing(places: tuple[_Place, ...]) -> frozenset[str]:
-    """As `_needless`; kept for as long as nothing is installed or removed.
+    """As `_needless`, cached until something is installed or removed.
 
     Raises:
-        Exception: it cannot be told.
+        Exception: it cannot be decided.
     """
     from importlib.metadata import Distribution
 
@@ -125,7 +125,7 @@ def _telling(places: Sequence[_Place]) -> Iterator[Path]:
 
 
 def _read(path: str) -> bytes:
-    """The beginning of a file, nothing where `importlib.metadata` would read nothing."""
+    """The beginning of a file; empty if `importlib.metadata` would read nothing."""
     try:
         file = os.open(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -139,7 +139,7 @@ def _read(path: str) -> bytes:
 
 
 def _in_tree() -> set[str]:
-    """The backends that Triton takes without a search: as it lists them."""
+    """The backends that Triton uses without a search."""
     spec = find_spec("triton")
     if spec is None or not spec.origin:
         return set()
