@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 
-_GROWTH = 9.0  # of the keys of one head of random inputs
+_GROWTH = 9.0  # factor between the last and the first keys of one head of random inputs
 _ROW_CHUNK = 1024  # rows of the reference at a time
 
-#: What each template reads and writes through TMA.
+#: Tensors that each template reads or writes through TMA.
 _TMA_TENSORS = {"attention_tma": ("q", "k", "v", "out"), "attention_decode": ("k", "v"), "attention_vanilla": ()}
 
 
@@ -44,7 +44,7 @@ class Attention(Operator[AttentionProblem]):
         {"B": 2, "H": 16, "S": 1, "D": 128, "kv_heads": 4, "kv_len": 3000, "dtype": "fp16"},
     )
     by_size = ("tail", "schedule")
-    allowed_spill_bytes = 128  # mostly of the load role, which has 24 registers
+    allowed_spill_bytes = 128  # mostly in the producer, which has 24 registers
 
     def variables(self, problem: AttentionProblem) -> dict[str, Value]:
         """See `Operator.variables`."""
@@ -91,7 +91,7 @@ class Attention(Operator[AttentionProblem]):
             (2, 1, m - 5, n + 1, 2),
             (1, 1, 2 * m, max(1, n // 2), 1),
         ]
-        if p.get("tail") == "split":  # among three: one tile, two, and two after a whole round
+        if p.get("tail") == "split":  # on three multiprocessors: one tile, two, and two after a whole round
             shapes += [(1, 1, m, 3 * n + 5, 3), (1, 2, m - 3, 4 * n, 3), (1, 1, 4 * m + 8, 2 * n + 3, 3)]
         cases = []
         for batch, kv_heads, rows, keys, num_sms in shapes:
@@ -115,10 +115,10 @@ class Attention(Operator[AttentionProblem]):
         return time_model.attention_us(problem, config, gpu, self.flops(problem), self.bytes_moved(problem))
 
     def inputs(self, problem: AttentionProblem, device: torch.device | str, seed: int) -> Tensors:
-        """Random q, k, v, and room for the log-sum-exp if it is asked for.
+        """Random q, k and v, and an empty `lse` if the problem has one.
 
-        In the last of several heads keys grow towards the first one: there a row's largest score rises a lot from block
-        to block for kernels that walk towards it, as ours do.
+        In the last of several heads keys grow towards the first one, so that a row's largest score rises from block to
+        block in kernels that walk from the last block to the first, as ours do.
         """
         import torch
 
@@ -154,11 +154,11 @@ class Attention(Operator[AttentionProblem]):
         return out
 
     def side_outputs(self, problem: AttentionProblem, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """The log-sum-exp, if it is asked for."""
+        """The log-sum-exp in float64, if the problem has one."""
         return {"lse": _log_sum_exp(problem, inputs, "float64")} if problem.lse else {}
 
     def eager(self, problem: AttentionProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`scaled_dot_product_attention`; where it has no argument for the problem, what torch has, or its steps."""
+        """`scaled_dot_product_attention`, or torch's flash kernel or single steps if it has no argument for the problem."""
         from tlxgen.ops.attention import flash
         from tlxgen.ops.torch_functions import scaled_dot_product_attention
 
@@ -175,9 +175,8 @@ class Attention(Operator[AttentionProblem]):
             result = attended
         else:
             keys = k.repeat_interleave(group, 1).transpose(2, 3)
-            scores = _scores(
-                problem, q.float() @ keys.float() * scale, 0
-            )  # rounded, they would cost four times the error
+            # In float32: rounded scores would give four times the error.
+            scores = _scores(problem, q.float() @ keys.float() * scale, 0)
             result = _softmax(scores).to(q.dtype) @ v.repeat_interleave(group, 1)
         return result if out is None else out.copy_(result)
 
@@ -206,7 +205,7 @@ class Attention(Operator[AttentionProblem]):
         return f"{surplus[0]} is not a parameter" if surplus else None
 
     def launchable(self, problem: AttentionProblem, config: Config, tensors: Tensors, out: torch.Tensor) -> str | None:
-        """See `Operator.launchable`: D contiguous, and what TMA asks of base addresses and the other strides."""
+        """See `Operator.launchable`; `kernels.why_unreadable` says what strides must be."""
         lse = tensors.get("lse")
         if lse is not None and not lse.is_contiguous():
             return "lse is not contiguous"
@@ -236,7 +235,7 @@ def _scores(problem: AttentionProblem, scores: torch.Tensor, first_row: int) -> 
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Probabilities; rows that see nothing get zeros."""
+    """Probabilities; zeros for rows that see no key."""
     import torch
 
     blind = torch.isneginf(scores).all(-1, keepdim=True)
@@ -244,7 +243,7 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _log_sum_exp(problem: AttentionProblem, inputs: Tensors, dtype: str) -> torch.Tensor:
-    """Of each row's scores, calculated in a dtype, a chunk of rows at a time."""
+    """Log-sum-exp of each row's scores, computed in a dtype, a chunk of rows at a time."""
     import torch
 
     precision = getattr(torch, dtype)
@@ -258,10 +257,10 @@ def _log_sum_exp(problem: AttentionProblem, inputs: Tensors, dtype: str) -> torc
 
 
 def _pairs(problem: AttentionProblem) -> float:
-    """Pairs of row and key that see each other."""
+    """Number of pairs of a row and a key that it sees."""
     if problem.causal == "none":
         return float(problem.S) * problem.kv_len
-    # Row i sees the keys below i + diagonal + 1, without those that the window has left behind.
+    # Row i sees the keys below i + diagonal + 1, without those before its window.
     low, high = problem.diagonal, problem.diagonal + problem.S
     behind = problem.window or high + problem.kv_len
     seen = _ramp(high, problem.kv_len) - _ramp(low, problem.kv_len)
