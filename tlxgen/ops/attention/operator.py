@@ -158,7 +158,7 @@ class Attention(Operator[AttentionProblem]):
         return {"lse": _log_sum_exp(problem, inputs, "float64")} if problem.lse else {}
 
     def eager(self, problem: AttentionProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`scaled_dot_product_attention`, or torch's flash kernel or single steps if it has no argument for the problem."""
+        """`scaled_dot_product_attention`; if it has no argument for the problem, torch's flash kernel or single steps."""
         from tlxgen.ops.attention import flash
         from tlxgen.ops.torch_functions import scaled_dot_product_attention
 
