@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_GROWTH = 9.0  # factor between the last and the first keys of one head of random inputs
+_GROWTH = 9.0  # factor of the first keys, in one head of random inputs
 _ROW_CHUNK = 1024  # rows of the reference at a time
 
 #: Tensors that each template reads or writes through TMA.
@@ -158,7 +158,7 @@ class Attention(Operator[AttentionProblem]):
         return {"lse": _log_sum_exp(problem, inputs, "float64")} if problem.lse else {}
 
     def eager(self, problem: AttentionProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`scaled_dot_product_attention`; if it has no argument for the problem, torch's flash kernel or single steps."""
+        """`scaled_dot_product_attention`; torch's flash kernel or single steps if it cannot express the problem."""
         from tlxgen.ops.attention import flash
         from tlxgen.ops.torch_functions import scaled_dot_product_attention
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-#: What threads tell each other of a piece, through shared memory.
+#: Shared memory through which threads exchange the state of a piece.
 _TOLD_BYTES = 384
 
 
@@ -123,7 +123,7 @@ class Gemm(Operator[GemmProblem]):
         return time_model.gemm_us(problem, config, gpu, self.bytes_moved(problem))
 
     def inputs(self, problem: GemmProblem, device: torch.device | str, seed: int) -> Tensors:
-        """A and B from a normal distribution, laid out as the problem says; bias, residual and scale if it has them."""
+        """A and B from a normal distribution, in the problem's layout; bias, residual and scale if it has them."""
         dtype, m, n, k = torch_dtype(problem.dtype), problem.M, problem.N, problem.K
         normal = normal_tensors(device, seed)
 
@@ -158,7 +158,7 @@ class Gemm(Operator[GemmProblem]):
         parts = problem.epilogue_parts
         if parts == ("bias",) and same_dtype:
             return torch.addmm(inputs["bias"], inputs["a"], inputs["b"], out=out)
-        if not same_dtype:  # a product rounded to the input's dtype would be no measure for a wider output
+        if not same_dtype:  # a product rounded to the input's dtype cannot be compared with a wider output
             product = _wide_product(inputs["a"], inputs["b"])
         elif parts[:1] == ("bias",):  # the bias inside the product, as nn.Linear adds it: one rounding less
             product, parts = torch.addmm(inputs["bias"], inputs["a"], inputs["b"]), parts[1:]
@@ -192,7 +192,7 @@ class Gemm(Operator[GemmProblem]):
         return f"{surplus[0]} has no place in the epilogue {problem.epilogue!r}" if surplus else None
 
     def launchable(self, problem: GemmProblem, config: Config, tensors: Tensors, out: torch.Tensor) -> str | None:
-        """See `Operator.launchable`: unit strides as the layout says, and what TMA or cp.async ask of the others."""
+        """See `Operator.launchable`: unit strides as the layout says, and the strides that TMA or cp.async need."""
         operands = {
             "a": (tensors["a"], problem.a_transposed),
             "b": (tensors["b"], problem.b_transposed),
@@ -215,7 +215,7 @@ class Gemm(Operator[GemmProblem]):
 
 
 def _small(problem: GemmProblem, shape: tuple[int, int, int]) -> GemmProblem:
-    """The problem in another size (multiples of 16), with the divisors up to 16 that the problem's own sizes have."""
+    """The problem in another size, with the same powers of two up to 16 as divisors of each size."""
     sizes = {}
     for name, size in zip(problem.sizes, shape, strict=True):
         divisor = math.gcd(getattr(problem, name), _KNOWN_DIVISOR)
@@ -243,20 +243,20 @@ def _tma_refusal(name: str, tensor: torch.Tensor, transposed: bool) -> str | Non
 #: The compiler's own shared memory: 90 to 190 bytes beside the barriers (measured), and the parts' alignment to 1 KB.
 _COMPILER_STATE = 1024
 
-#: Elements. Triton knows of an integer argument whether 16 divides it, and no more; only then can it prove the 4 bytes
-#: that cp.async moves at least. Other rows go through registers.
+#: Elements. Triton knows only whether 16 divides an integer argument; otherwise it cannot prove the 4 bytes that
+#: cp.async moves at least, and rows go through registers.
 _KNOWN_DIVISOR = 16
 
 
 def _copies(problem: GemmProblem) -> tuple[bool, bool]:
-    """Whether cp.async can bring A and B."""
+    """Whether cp.async can copy A and B."""
     a = problem.M if problem.a_transposed else problem.K
     b = problem.K if problem.b_transposed else problem.N
     return a % _KNOWN_DIVISOR == 0, b % _KNOWN_DIVISOR == 0
 
 
 def _tma_resources(problem: GemmProblem, config: Config, p: Mapping[str, int]) -> Resources:
-    """Ring, staging, barriers, and the scratch that the compiler takes for the epilogue's operands."""
+    """Ring, staging, barriers, and the compiler's scratch for the epilogue's operands."""
     pingpong = config.template == "gemm_tma_pingpong"
     consumers = 2 if pingpong else p["consumers"]
     rows = p["block_m"] if pingpong else p["block_m"] // consumers
@@ -278,7 +278,7 @@ def _tma_resources(problem: GemmProblem, config: Config, p: Mapping[str, int]) -
 
 
 def _pointer_resources(problem: GemmProblem, config: Config, p: Mapping[str, int]) -> Resources:
-    """The ring, or the tile of C on its way out where that is larger."""
+    """The ring, or the staged tile of C if that is larger."""
     item = ITEM_BYTES[problem.dtype]
     tile_a, tile_b = p["block_m"] * p["block_k"] * item, p["block_n"] * p["block_k"] * item
     stages_a = stages_b = p["num_stages"]
@@ -327,7 +327,7 @@ def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded_to_tf32(x: torch.Tensor) -> torch.Tensor:
-    """To the nearest number with 10 bits of mantissa."""
+    """The nearest numbers with 10 bits of mantissa."""
     import torch
 
     return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
@@ -364,7 +364,7 @@ def _tma_context(config: Config) -> dict[str, Any]:
         "split_tail": p.get("tail") == "split",
         "most_pieces": p.get("pieces"),
         "least_steps": LEAST_STEPS,
-        "together": max(1, 256 // epilogue_n),  # pieces that are asked for at once: as many as registers hold
+        "together": max(1, 256 // epilogue_n),  # pieces that are loaded at once: as many as registers hold
         "turn_barriers": (9, 10),  # named barriers 0 to 7 belong to the compiler
     }
 

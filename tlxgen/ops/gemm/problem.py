@@ -26,8 +26,8 @@ ACTIVATIONS = ("relu", "gelu", "silu")
 class GemmProblem(Problem):
     """C (M, N) = epilogue(A (M, K) · B (K, N)).
 
-    `layout` says how A and B lie in memory, one letter each: `n` rows contiguous, `t` columns contiguous (stored
-    transposed). `nt` is what `nn.Linear` has: A (M, K) and a weight stored (N, K). C always has contiguous rows.
+    `layout` has a letter for A and one for B: `n` for contiguous rows, `t` for contiguous columns (stored transposed).
+    `nt` is the layout of `nn.Linear`: A (M, K) and a weight stored (N, K). C always has contiguous rows.
     `epilogue` joins parts by `+` in the order scale, bias, relu | gelu | silu, residual; gelu is the exact (erf) form.
     """
 
@@ -88,7 +88,7 @@ class GemmProblem(Problem):
 
     @property
     def label(self) -> str:
-        """As on the command line: `gemm 4096 4096 4096 bf16 nn`, with what differs from the defaults."""
+        """As on the command line: `gemm 4096 4096 4096 bf16 nn`, with the options that differ from the defaults."""
         words = ["gemm", self.M, self.N, self.K, self.dtype, self.layout]
         words += [f"out={self.out_dtype}"] if self.out_dtype != self.dtype else []
         words += [self.epilogue] if self.epilogue != "none" else []

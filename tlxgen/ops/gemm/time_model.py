@@ -29,7 +29,7 @@ LEAST_STEPS = 4
 _EARLY_START_US = {"off": 0.0, "early": 0.9, "late": 0.85}  # what programmatic dependent launch saves ...
 _EARLY_PINGPONG_US = -1.5  # ... and costs a ping-pong kernel of several rounds (measured up to 13 % at 2048 cubed)
 
-#: Rate of the tensor cores by tile, against `SUSTAINED`; templates differ in what they can overlap.
+#: Rate of the tensor cores by tile, relative to `SUSTAINED`; templates differ in what they overlap.
 _EFFICIENCY: dict[str, dict[tuple[int, int], float]] = {
     "gemm_tma_pingpong": {(128, 128): 1.02, (64, 256): 0.97, (64, 128): 0.88, (128, 64): 0.67},
     "gemm_tma_cooperative": {
@@ -74,12 +74,12 @@ def gemm_us(problem: GemmProblem, config: Config, gpu: Gpu, bytes_moved: float) 
     rate = gpu.rates[problem.dtype] * SUSTAINED * efficiency / gpu.sm_count * 1e-6  # FLOP/us of one multiprocessor
     products = 2.0 * block_m * block_n * block_k / rate
     traffic = (block_m + block_n) * block_k * item / (L2_BYTES_PER_CLOCK * clock)
-    arrival = LATENCY_US / p["num_stages"]  # a stage is asked for that many steps ahead
+    arrival = LATENCY_US / p["num_stages"]  # a stage is loaded that many steps ahead
     step = max(products, traffic, arrival) + 0.01 * arrival  # stalls grow before they dominate
     reuse = 1.0 + 0.001 * abs(math.log2(p["group_m"] / 8))
 
     store = block_m * block_n * out_item / (STORE_BYTES_PER_CLOCK * clock)
-    # In ping-pong the other consumer multiplies meanwhile: only the last store is seen.
+    # In ping-pong the other consumer multiplies meanwhile: only the last store counts.
     stores = store * (1 if config.template == "gemm_tma_pingpong" else math.ceil(rounds))
     memory = bytes_moved / (gpu.bandwidth * BANDWIDTH) * 1e6
     saved = _EARLY_START_US[str(config.params.get("pdl", "off"))]

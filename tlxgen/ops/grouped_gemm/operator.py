@@ -1,4 +1,4 @@
-"""One GEMM for each expert of a mixture, in one launch; how many tokens an expert has is read on the device alone.
+"""One GEMM for each expert of a mixture, in one launch; only the device reads the numbers of tokens.
 
 Forms, tensors and rules: `tlxgen.ops.grouped_gemm.problem.GroupedGemmProblem`.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Shared memory beside tiles and barriers, as in `tlxgen.ops.gemm.operator`: the compiler's own, and alignment to 1 KB.
 _COMPILER_STATE = 1024
 
-#: Triton knows of an integer argument whether 16 divides it, and no more.
+#: Triton only knows of an integer argument whether 16 divides it.
 _KNOWN_DIVISOR = 16
 
 #: Sizes that a kernel takes as arguments; those of the others are on the device or in its descriptors.
@@ -34,7 +34,7 @@ _SIZES = {"2d3d": ("N", "K"), "3d2d": ("M", "K"), "2d2d": ("M", "N")}
 #: The same with a gated activation, INNER = N / 2.
 _GATED_SIZES = {"2d3d": ("INNER", "K"), "masked": ("M", "INNER", "K")}
 
-#: Registers of a thread of two consumer warp groups whose producer computes addresses: it is left with 72.
+#: Registers of a thread of two consumer warp groups whose producer computes addresses with 72.
 _REGISTERS_BESIDE_GATHER = 216
 
 #: Operands that have a matrix for each expert, by form; those of the others hold the tokens of all experts.
@@ -57,7 +57,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
     )
 
     def variables(self, problem: GroupedGemmProblem) -> dict[str, Value]:
-        """See `Operator.variables`. Alignments are of contiguous operands, rows and columns of an average product."""
+        """See `Operator.variables`. Alignments are those of contiguous operands, sizes those of an average product."""
         shapes, item = problem.shapes, ITEM_BYTES[problem.dtype]
         rows, columns, _ = problem.product(-(-problem.ROWS // max(1, problem.E)))
         return {
@@ -167,7 +167,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
         return 2.0 * problem.ROWS * problem.N * problem.K
 
     def bytes_moved(self, problem: GroupedGemmProblem) -> float:
-        """Tokens once, in and out, and weights of the experts that have tokens; all where they are the result."""
+        """Tokens once, in and out, and weights of the experts that have tokens, or of all if they are the result."""
         columns = problem.N // 2 if problem.gated else problem.N  # of the result
         weights = problem.E if problem.form == "2d2d" else sum(size > 0 for size in drawn_sizes(problem))
         item, out_item = ITEM_BYTES[problem.dtype], ITEM_BYTES[problem.out_dtype]
@@ -177,21 +177,21 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
         return float(tokens + weights * problem.K * problem.N * weights_item)
 
     def predict_us(self, problem: GroupedGemmProblem, config: Config, gpu: Gpu) -> float:
-        """See `tlxgen.ops.grouped_gemm.time_model.grouped_gemm_us`: with tokens spread as for tuning."""
+        """See `tlxgen.ops.grouped_gemm.time_model.grouped_gemm_us`: with tuning's distribution of tokens."""
         products = [problem.product(size) for size in drawn_sizes(problem)]
         out_item = ITEM_BYTES[problem.out_dtype] // (2 if problem.gated else 1)
         return time_model.grouped_gemm_us(products, problem.dtype, out_item, config, gpu, self.bytes_moved(problem))
 
     def twins(self, problem: GroupedGemmProblem) -> Sequence[GroupedGemmProblem]:
-        """See `Operator.twins`: of a problem that says nothing of how tokens are spread, the other spreads."""
+        """See `Operator.twins`: for a problem without a distribution of tokens, the problems with each."""
         if problem.group_sizes != SPREAD or problem.form == "3d3d":
             return ()
         return [problem.model_copy(update={"group_sizes": name}) for name in CLASSES if name != SPREAD]
 
     def inputs(self, problem: GroupedGemmProblem, device: torch.device | str, seed: int) -> Tensors:
-        """Random A and B, laid out as the problem says, tokens spread as `group_sizes` says, and a bias if it has one.
+        """Random A and B, in the problem's layout, tokens distributed by `group_sizes`, and a bias if it has one.
 
-        Weights grow with the number of their expert, up to twice, so that a wrong expert's have another norm too.
+        Weights grow with their expert's number, up to twice, so that a wrong expert's weights have another norm.
         """
         import torch
 
@@ -226,7 +226,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
         return problem.shapes["c"], torch_dtype(problem.out_dtype)
 
     def reference(self, problem: GroupedGemmProblem, inputs: Tensors) -> torch.Tensor:
-        """The result in float64; NaN where nothing is written."""
+        """The result in float64; NaN for rows that are not written."""
         return torch_reference.reference(problem, inputs)
 
     def eager(self, problem: GroupedGemmProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -235,7 +235,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
         return result if out is None else out.copy_(result)
 
     def timed_peer(self, problem: GroupedGemmProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Operator.timed_peer`: torch's kernel takes bf16 alone; the same bytes take the same time."""
+        """See `Operator.timed_peer`: torch's kernel takes bf16 only; fp16 has the same size and time."""
         if problem.dtype != "fp16":
             return self.eager(problem, inputs, out)
         import torch
@@ -248,7 +248,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
         return result if out is None else out.copy_(result)
 
     def check_call(self, problem: GroupedGemmProblem, tensors: Tensors) -> str | None:
-        """See `Operator.check_call`; how many tokens experts have is not looked at, which would wait for the GPU."""
+        """See `Operator.check_call`; the numbers of tokens are not checked, which would wait for the GPU."""
         import torch
 
         shapes = {name: problem.shapes[name] for name in ("a", "b")}
@@ -258,7 +258,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
             shapes[ends], dtypes[ends] = (problem.E,), torch.int32
         if problem.form == "gather":
             shapes["rows"], dtypes["rows"] = (problem.ROWS,), torch.int32
-            if "a" in tensors and tensors["a"].dim():  # of any number of rows
+            if "a" in tensors and tensors["a"].dim():  # with any number of rows
                 shapes["a"] = (tensors["a"].shape[0], problem.K)
         if "bias" in problem.epilogue_parts:
             shapes["bias"], dtypes["bias"] = (problem.E, problem.N), problem.bias_dtype
@@ -275,7 +275,7 @@ class GroupedGemm(Operator[GroupedGemmProblem]):
     def launchable(
         self, problem: GroupedGemmProblem, config: Config, tensors: Tensors, out: torch.Tensor
     ) -> str | None:
-        """See `Operator.launchable`: unit strides as the layout says, and what TMA asks of the others."""
+        """See `Operator.launchable`: unit strides as the layout says, and the strides that TMA needs."""
         for name in ("rows", "offs", "counts", "bias", "scale_a", "scale_b"):
             if name in tensors and not tensors[name].is_contiguous():
                 return f"{name} is not contiguous"
@@ -312,7 +312,7 @@ def _tma_refusal(name: str, tensor: torch.Tensor, inner: int) -> str | None:
 
 
 def _cp_async_refusal(a: torch.Tensor) -> str | None:
-    """Why rows of A cannot be copied 16 bytes at a time by code that knows no more of strides than Triton does."""
+    """Why Triton cannot copy rows of A 16 bytes at a time, or None."""
     apart = a.stride(0)
     told = f"a has rows {apart} elements apart; the kernel gathers them where that is a multiple of {_KNOWN_DIVISOR}"
     return told if apart % _KNOWN_DIVISOR else None
@@ -323,19 +323,19 @@ def _numbers(config: Config) -> dict[str, int]:
 
 
 def _columns(problem: GroupedGemmProblem, p: Mapping[str, int]) -> int:
-    """Columns of C that one tile makes."""
+    """Columns of C in one tile."""
     return p["block_n"] // 2 if problem.gated else p["block_n"]
 
 
 def _consumers(p: Mapping[str, int]) -> int:
-    """Consumer warp groups: each has 64 rows, or 128 where two would have fewer than the tile."""
+    """Consumer warp groups: each has 64 rows, or 128 for tiles of 256."""
     return 1 if p["block_m"] == 64 else 2
 
 
 def _small(problem: GroupedGemmProblem, tokens: Sequence[int], n: int, k: int) -> GroupedGemmProblem:
-    """The problem in another size, of which the same powers of two up to 16 divide N and K.
+    """The problem in another size, with the same powers of two up to 16 as divisors of N and K.
 
-    Where tokens lie side by side, one more expert makes their number what TMA asks of a row.
+    If tokens are contiguous, one more expert makes their number a multiple that TMA needs.
     """
     n, k = (size - _KNOWN_DIVISOR + math.gcd(known, _KNOWN_DIVISOR) for size, known in ((n, problem.N), (k, problem.K)))
     if _tokens_side_by_side(problem):
@@ -356,7 +356,7 @@ def _tokens_side_by_side(problem: GroupedGemmProblem) -> bool:
 
 
 def _shape_names(problem: GroupedGemmProblem) -> dict[str, str]:
-    """Shapes as the emitted file's documentation names them."""
+    """Shapes by the names in the emitted file's docstring."""
     n, columns = ("2 INNER", "INNER") if problem.gated else ("N", "N")
     if problem.gathered == "2d3d":
         rows = "T" if problem.form == "gather" else "tokens"

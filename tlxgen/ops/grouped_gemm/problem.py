@@ -1,4 +1,4 @@
-"""What a grouped GEMM computes, and how the tokens of a problem are spread over its experts."""
+"""What a grouped GEMM computes, and the distribution of its tokens over experts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tlxgen.problem import DType, Problem, dtype_name, parse_problem
 
 Form = Literal["2d3d", "3d2d", "2d2d", "3d3d", "masked", "gather"]
 
-#: How tokens may be spread over experts, if not by their numbers.
+#: Named distributions of tokens over experts.
 CLASSES = ("even", "dirichlet", "zipf")
 
-#: How they are, of a problem that does not say.
+#: The default distribution.
 SPREAD = "dirichlet"
 
 #: Gated activations, by the activation of the gate: the left half of the columns is the gate, the right half is
@@ -37,7 +37,7 @@ _EIGHT_BITS = "nt"  # the layout of 8-bit operands: tensor cores take those with
 _EMPTY = 16  # one expert in so many has no tokens, unless they are spread evenly
 _LARGEST = 2**31 - 1024  # tile offsets are 32-bit and run up to one tile past the end
 _MOST_EXPERTS = 2**16
-_MOST_TOKENS = 2**30  # what kernels take the row after an expert's last for
+_MOST_TOKENS = 2**30  # the number that kernels use for the row after an expert's last
 
 
 class GroupedGemmProblem(Problem):
@@ -55,12 +55,12 @@ class GroupedGemmProblem(Problem):
     | gather | tokens (T, K) | weights (E, K, N) | (ROWS, N) | as in 2d3d, of C; row i of C is of row rows[i] of A |
 
     `offs` (E,) are ends, not decreasing, as in torch; `counts` (E,) are at most `max_rows`; `rows` (ROWS,), from 0 to
-    T - 1, may repeat, and T is any number. All are int32 and are read on the device alone. Rows of C that no expert
+    T - 1, may repeat, and T is any number. All are int32 and are read by the device only. Rows of C that no expert
     owns (past offs[-1], or past counts[e]) are not written. An expert without tokens gives zeros in form 2d2d, and
     nothing otherwise.
 
-    `layout` says how each matrix of A and of B lies in memory, one letter each: `n` rows contiguous, `t` columns
-    contiguous (stored transposed). C has contiguous rows. `epilogue` is none, or bias, relu | gelu | silu | swiglu |
+    `layout` has a letter for the matrices of A and one for those of B: `n` for contiguous rows, `t` for contiguous
+    columns (stored transposed). C has contiguous rows. `epilogue` is none, or bias, relu | gelu | silu | swiglu |
     geglu, joined by `+`; the bias is (E, N), one for each expert, and form 3d2d takes none.
 
     swiglu, silu(gate) * up, and geglu, gelu(gate) * up with the gelu of the error function, take the first N / 2
@@ -70,7 +70,7 @@ class GroupedGemmProblem(Problem):
     Of e4m3, 8-bit floats, rows of A and columns of B have a scale each, `scale_a` (ROWS,) and `scale_b` (E, N) in
     float32, by which the product is multiplied before anything is added. Form 2d3d, layout nt, C in bf16: as in torch.
 
-    `group_sizes` is how tokens are spread when a kernel is tuned, and no rule for a call: `even`, `dirichlet` (shares
+    `group_sizes` is the distribution of tokens for tuning; calls may have any other. It is `even`, `dirichlet` (shares
     from Dirichlet(1)) or `zipf` (shares 1/1, 1/2, 1/3, ... in random order), the latter two with one expert in sixteen
     empty, or the number of each expert's tokens, joined by commas.
     """
@@ -98,7 +98,7 @@ class GroupedGemmProblem(Problem):
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Of fields that depend on others."""
+        """Defaults of fields that depend on others."""
         data = {name: value for name, value in data.items() if value is not None}
         form = data.get("form", "2d3d")
         dtype = dtype_name(data.get("dtype", "bf16"))
@@ -169,12 +169,12 @@ class GroupedGemmProblem(Problem):
 
     @property
     def scaled(self) -> bool:
-        """Whether rows of A and columns of B have scales: where the dtype has too little range of its own."""
+        """Whether rows of A and columns of B have scales, as 8-bit floats do."""
         return self.dtype == "e4m3"
 
     @property
     def bias_dtype(self) -> str:
-        """That of the operands, or of the result where those have scales."""
+        """The operands' dtype, or the result's if the operands have scales."""
         return self.out_dtype if self.scaled else self.dtype
 
     @property
@@ -194,7 +194,7 @@ class GroupedGemmProblem(Problem):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of a, b and c; of a in form gather, which may have any number of rows, as when a kernel is tuned."""
+        """Shapes of a, b and c. In form gather `a` may have any number of rows; this is its shape for tuning."""
         e, rows, n, k = self.E, self.ROWS, self.N, self.K
         if self.gathered == "2d3d":
             return {"a": (rows, k), "b": (e, k, n), "c": (rows, self._columns)}
@@ -207,18 +207,18 @@ class GroupedGemmProblem(Problem):
 
     @property
     def _columns(self) -> int:
-        """Columns of C, where they are the weights'."""
+        """Columns of C in forms whose columns are the weights'."""
         return self.N // 2 if self.gated else self.N
 
     def product(self, tokens: int) -> tuple[int, int, int]:
-        """M, N and K of the product of an expert that has so many tokens."""
+        """M, N and K of the product of an expert with this number of tokens."""
         if self.form == "3d2d":
             return self.N, tokens, self.K
         return (self.K, self.N, tokens) if self.form == "2d2d" else (tokens, self.N, self.K)
 
     @property
     def label(self) -> str:
-        """As on the command line, with what differs from the defaults: `grouped_gemm 8 8192 14336 4096 bf16 nn`."""
+        """As on the command line, without defaults: `grouped_gemm 8 8192 14336 4096 bf16 nn`."""
         words = ["grouped_gemm", self.E, self.ROWS, self.N, self.K, self.dtype, self.layout]
         words += [f"out={self.out_dtype}"] if self.out_dtype != _default_out(self.dtype) else []
         words += [f"form={self.form}"] if self.form != "2d3d" else []
@@ -254,7 +254,7 @@ def _default_spread(form: Any) -> str:
 
 
 def drawn_sizes(problem: GroupedGemmProblem) -> tuple[int, ...]:
-    """Tokens of each expert, for tuning and tests: as `group_sizes` says, and the same each time."""
+    """Tokens of each expert for tuning and tests, by `group_sizes`; the same in each call."""
     most = problem.max_rows if problem.form == "masked" else problem.ROWS
     return _drawn(problem.E, problem.ROWS, most, problem.group_sizes)
 
@@ -275,7 +275,7 @@ def _drawn(experts: int, rows: int, most: int, spread: str) -> tuple[int, ...]:
 
 
 def _shared_out(shares: Sequence[float], total: int, most: int) -> tuple[int, ...]:
-    """Whole numbers in proportion to shares that sum to the total, none above `most`; what is cut goes to the others.
+    """Integers in proportion to shares, which sum to the total; none exceeds `most`, the excess goes to the others.
 
     >>> _shared_out([3.0, 1.0, 0.0], 8, 8), _shared_out([3.0, 1.0, 0.0], 8, 5), _shared_out([3.0, 1.0, 0.0], 8, 3)
     ((6, 2, 0), (5, 3, 0), (3, 3, 2))

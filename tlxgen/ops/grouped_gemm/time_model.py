@@ -31,7 +31,7 @@ _VANILLA_STREAM = 0.8  # plain Triton's share of the bandwidth that a TMA produc
 def grouped_gemm_us(
     products: Sequence[tuple[int, int, int]], dtype: str, out_item: int, config: Config, gpu: Gpu, bytes_moved: float
 ) -> float:
-    """Microseconds of one grouped GEMM: the tiles of all experts, dealt to the multiprocessors in turn.
+    """Microseconds of one grouped GEMM: the tiles of all experts, distributed over the multiprocessors in turn.
 
     Args:
         products: M, N and K of each expert.
