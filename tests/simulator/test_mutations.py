@@ -1,7 +1,7 @@
-"""Every planted bug is found, and named for what it is.
+"""Every planted bug is found, with the right kind of finding.
 
-Bugs are planted in emitted kernels by editing their text, as a slip of the hand would; each must be found on the small
-problems that a check runs, under every policy, and so whatever the schedule.
+Bugs are planted by editing the code of emitted kernels. Each must be found on the small problems that a check runs,
+under every scheduling policy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tlxgen.simulator.check import check
 
 @dataclass(frozen=True)
 class Bug:
-    """A slip: what it replaces, and the kinds of finding one of which must name it."""
+    """A bug: the code that it replaces, and the kinds of finding of which one must occur."""
 
     name: str
     old: str
@@ -344,7 +344,7 @@ def test_the_kernels_as_emitted_are_clean(source: KernelSource) -> None:
 
 @pytest.mark.parametrize("seed", range(3))  # seed i takes policy i first
 @pytest.mark.parametrize(("source", "planted"), PLANTED, ids=identify)
-def test_a_planted_bug_is_found_in_every_schedule(source: KernelSource, planted: Bug, seed: int) -> None:
+def test_planted_bug_is_found_in_every_schedule(source: KernelSource, planted: Bug, seed: int) -> None:
     wrong = planted.plant(source)
     # Most show in the first small problem; what is found there first may be another kind.
     for stop_early in (True, False):

@@ -1,4 +1,4 @@
-"""Attention kernels compile to sm_90a as the spaces promise: shared memory, registers, instructions."""
+"""Attention kernels compile to sm_90a within their predicted resources: shared memory, registers, instructions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def binaries(compile_pool: CompilePool) -> dict[Any, Future[Binary]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].label} {case[1].short}")
-def test_a_legal_config_compiles_or_spills_and_says_so(
+def test_legal_config_compiles_or_is_rejected_for_spills(
     case: tuple[AttentionProblem, Config], binaries: dict[Any, Future[Binary]]
 ) -> None:
     problem, config = case
@@ -70,7 +70,7 @@ def test_a_legal_config_compiles_or_spills_and_says_so(
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.label)
-def test_every_problem_has_a_tma_config_that_spills_nothing_to_speak_of(
+def test_every_problem_has_a_tma_config_without_large_spills(
     problem: AttentionProblem, binaries: dict[Any, Future[Binary]]
 ) -> None:
     own = [future for case, future in binaries.items() if case[0] == problem and case[1].template == "attention_tma"]

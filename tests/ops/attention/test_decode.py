@@ -1,4 +1,4 @@
-"""Attention of few rows: which problems the template takes, what it prefers, and its values in the simulator."""
+"""`attention_decode`: its search space, its time model, and its results in the simulator."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TestSpace:
             ((1, 32, 17, 128), {"kv_heads": 8, "kv_len": 4096}, False),
         ],
     )
-    def test_rows_that_share_keys_are_64_at_most(
+    def test_at_most_64_rows_share_keys(
         self, shape: tuple[int, int, int, int], options: dict[str, Any], taken: bool
     ) -> None:
         made = problem(shape, **options)
@@ -106,7 +106,7 @@ class TestSpace:
         assert candidates(made, H200, ("attention_tma",))
 
     @pytest.mark.parametrize("options", [{"kv_len": 300}, {"causal": "bottom-right", "kv_len": 4096, "window": 300}])
-    def test_no_more_ctas_share_keys_than_there_are_blocks_of_them(self, options: dict[str, Any]) -> None:
+    def test_splits_are_at_most_the_blocks_of_keys(self, options: dict[str, Any]) -> None:
         legal = candidates(problem((1, 8, 1, 128), **options), H200, (TEMPLATE,))
         assert max(int(c.params["splits"]) for c in legal if c.params["block_n"] == 64) == 4
         assert max(int(c.params["splits"]) for c in legal if c.params["block_n"] == 128) == 3
@@ -121,7 +121,7 @@ class TestSpace:
             ((4, 16, 1, 256), {"kv_heads": 8, "kv_len": 8192}),
         ],
     )
-    def test_the_model_prefers_it_with_enough_ctas_to_fill_the_card(
+    def test_model_prefers_decode_with_enough_ctas_to_fill_the_gpu(
         self, shape: tuple[int, int, int, int], options: dict[str, Any]
     ) -> None:
         made = problem(shape, **options)
@@ -182,18 +182,18 @@ class TestValues:
     def test_a_diagonal_across_blocks(self, splits: int) -> None:
         call((1, 1, 64, 64), splits, kv_len=225, causal="bottom-right", lse=True).check()
 
-    def test_rows_that_see_nothing_give_zero_and_minus_infinity(self, splits: int) -> None:
+    def test_rows_without_visible_keys_give_zero_and_minus_infinity(self, splits: int) -> None:
         one = call((1, 4, 16, 64), splits, kv_heads=2, kv_len=5, causal="bottom-right", lse=True)
         out = one.check()
         assert torch.equal(out[:, :, :11], torch.zeros_like(out[:, :, :11]))
         assert torch.isneginf(one.inputs["lse"][:, :, :11]).all()
         assert torch.isfinite(one.inputs["lse"][:, :, 11:]).all()
 
-    def test_rows_that_see_nothing_in_some_splits(self, splits: int) -> None:
+    def test_rows_without_visible_keys_in_some_splits(self, splits: int) -> None:
         """Of 64 rows, the first sees keys up to 150 alone, the last those from 116 on."""
         call((1, 1, 64, 64), splits, kv_len=214, causal="bottom-right", window=99, lse=True).check()
 
-    def test_what_lies_behind_the_keys_never_shows(self, splits: int) -> None:
+    def test_memory_behind_the_keys_has_no_effect(self, splits: int) -> None:
         one = call((1, 2, 3, 64), splits, kv_heads=1, kv_len=290)
         for name in ("k", "v"):
             longer = torch.full((1, 1, 400, 64), float("nan"), dtype=one.inputs[name].dtype)
@@ -207,7 +207,7 @@ class TestValues:
         one.inputs["scale"] = scale
         one.check()
 
-    def test_q_and_out_may_lie_in_any_way(self, splits: int) -> None:
+    def test_q_and_out_may_have_any_strides(self, splits: int) -> None:
         """Rows of 65 elements, and heads between rows."""
         one = call((2, 4, 3, 64), splits, kv_heads=2, kv_len=290)
         odd = torch.empty(2, 4, 3, 65, dtype=torch.bfloat16)[..., :64]
@@ -222,12 +222,12 @@ class TestValues:
         inputs = dict(ATTENTION.inputs(made, "cpu", 0))
         Call(made, config(splits, kv_stages=2), inputs, torch.empty_like(inputs["q"])).check()
 
-    def test_large_scores_overflow_nothing(self, splits: int) -> None:
+    def test_large_scores_do_not_overflow(self, splits: int) -> None:
         one = call((1, 4, 2, 64), splits, kv_heads=2, kv_len=290, lse=True)
         one.inputs["k"] = one.inputs["k"] * 100
         one.check()
 
-    def test_a_value_counts_the_same_in_whatever_split_it_is(self, splits: int) -> None:
+    def test_value_has_the_same_weight_in_every_split(self, splits: int) -> None:
         """Scores that grow or fall by far along the keys: one split alone decides the result."""
         for slope in (torch.linspace(6.0, 0.1, 290), torch.linspace(0.1, 6.0, 290)):
             one = call((1, 4, 1, 64), splits, kv_heads=2, kv_len=290, lse=True)
@@ -249,7 +249,7 @@ class TestSplits:
         blocks = [(split + 1) * 11 // 4 - split * 11 // 4 for split in range(4)]
         assert sorted(blocks) == [2, 3, 3, 3]
 
-    def test_leave_the_counters_as_they_found_them(self) -> None:
+    def test_launch_leaves_the_counters_at_zero(self) -> None:
         """The same arguments may be launched again, as a CUDA graph does."""
         one = call((2, 4, 2, 64), 4, kv_heads=2, kv_len=290)
         program, grid, args = one.arguments()
@@ -276,7 +276,7 @@ class TestSplits:
 
 
 class TestTensors:
-    def test_keys_must_suit_tma_and_rows_of_q_need_not(self) -> None:
+    def test_keys_must_be_aligned_for_tma_and_q_need_not(self) -> None:
         made = problem((1, 2, 8, 64))
         inputs = ATTENTION.inputs(made, "cpu", 0)
         odd = torch.empty(1, 2, 8, 65, dtype=torch.bfloat16)[..., :64]
@@ -289,7 +289,7 @@ class TestTensors:
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_a_wrong_log_sum_exp_is_found_though_the_output_is_right(splits: int) -> None:
+def test_wrong_log_sum_exp_is_found_beside_a_right_output(splits: int) -> None:
     made = problem((1, 4, 2, 64), kv_heads=2, kv_len=500, causal="bottom-right", lse=True)
     source = emit(ATTENTION, made, config(splits))
     ln2 = "0.6931471805599453"

@@ -1,4 +1,4 @@
-"""Attention of few rows compiles to sm_90a as its space promises: shared memory, registers, instructions."""
+"""`attention_decode` compiles to sm_90a within its predicted resources: shared memory, registers, instructions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def binaries(compile_pool: CompilePool) -> dict[Any, Future[Binary]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].label} {case[1].short}")
-def test_every_legal_config_compiles_and_spills_nothing_to_speak_of(
+def test_every_legal_config_compiles_without_large_spills(
     case: tuple[AttentionProblem, Config], binaries: dict[Any, Future[Binary]]
 ) -> None:
     facts, formula = binaries[case].result(300).facts, ATTENTION.resources(*case)

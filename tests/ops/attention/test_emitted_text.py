@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,19 @@ from tlxgen.space.search_space import legal_configs
 
 H200 = devices.target("h200")
 HEADS = (64, 96, 256)
-MASKS = ({}, {"causal": "bottom-right"}, {"causal": "bottom-right", "window": 700}, {"causal": "top-left"})
-EXTRAS = ({}, {"lse": True}, {"softcap": 20.0}, {"softcap": 20.0, "lse": True, "dtype": "fp16"})
+Options = dict[str, Any]
+MASKS: tuple[Options, ...] = (
+    {},
+    {"causal": "bottom-right"},
+    {"causal": "bottom-right", "window": 700},
+    {"causal": "top-left"},
+)
+EXTRAS: tuple[Options, ...] = (
+    {},
+    {"lse": True},
+    {"softcap": 20.0},
+    {"softcap": 20.0, "lse": True, "dtype": "fp16"},
+)
 
 
 @pytest.mark.parametrize("template", [t for name in ("attention", "attention_varlen") for t in ops.get(name).templates])

@@ -1,4 +1,4 @@
-"""When torch's own attention goes past `scaled_dot_product_attention`, and what it asks for there."""
+"""torch's flash kernel beside `scaled_dot_product_attention`: when it is used, and with which arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Flash:
 
 
 @pytest.mark.parametrize(("problem", "window"), [(WINDOWED, (4, 0)), (RECTANGULAR, (None, None))])
-def test_windows_and_rectangles_are_asked_of_the_flash_kernel(flash: Flash, problem: Any, window: Any) -> None:
+def test_windows_and_non_square_problems_use_the_flash_kernel(flash: Flash, problem: Any, window: Any) -> None:
     inputs = ATTENTION.inputs(problem, "cpu", 0)
     out = ATTENTION.eager(problem, inputs)
     assert torch.equal(out, inputs["q"] * 2)  # heads and rows have changed places twice
@@ -49,7 +49,7 @@ def test_windows_and_rectangles_are_asked_of_the_flash_kernel(flash: Flash, prob
 
 
 @pytest.mark.parametrize("lies", ["every other element", "rows and columns swapped", "one element in"])
-def test_operands_are_copied_where_it_would_not_read_them(flash: Flash, lies: str) -> None:
+def test_unaligned_operands_are_copied(flash: Flash, lies: str) -> None:
     inputs = ATTENTION.inputs(WINDOWED, "cpu", 0)
     shape = inputs["q"].shape
     q = {
@@ -61,20 +61,20 @@ def test_operands_are_copied_where_it_would_not_read_them(flash: Flash, lies: st
     assert flash.strides == inputs["q"].transpose(1, 2).stride()
 
 
-def test_what_torch_has_a_function_for_is_asked_of_that(flash: Flash) -> None:
+def test_square_problems_use_scaled_dot_product_attention(flash: Flash) -> None:
     ATTENTION.eager(SQUARE, ATTENTION.inputs(SQUARE, "cpu", 0))
     assert not flash.asked
 
 
 @pytest.mark.parametrize("problem", [WINDOWED, RECTANGULAR])
-def test_without_a_gpu_the_steps_are_taken_with_whole_scores(problem: Any) -> None:
+def test_without_a_gpu_the_flash_kernel_is_not_used(problem: Any) -> None:
     inputs = ATTENTION.inputs(problem, "cpu", 0)
     assert attention_flash.attention(problem, inputs["q"], inputs["k"], inputs["v"], 1.0) is None
     exact = ATTENTION.reference(problem, inputs)
     assert (ATTENTION.eager(problem, inputs) - exact).norm() < 3e-3 * exact.norm()
 
 
-def test_torch_has_the_function_with_these_parameters() -> None:
+def test_torch_has_the_flash_function_with_these_parameters() -> None:
     names = [argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments]
     positional = ["query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
     assert names[:10] == [*positional, "return_debug_mask"]

@@ -1,4 +1,4 @@
-"""Attention: what may be asked for, the reference, and in the simulator the kernels' values where they are special."""
+"""Attention: problems, the reference, and the kernels' results for special values in the simulator."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def problem(shape: tuple[int, int, int, int], **options: Any) -> AttentionProble
 
 
 class TestProblem:
-    def test_keys_are_as_many_as_queries_unless_said_otherwise(self) -> None:
+    def test_keys_default_to_as_many_as_queries(self) -> None:
         made = problem((2, 8, 100, 64))
         assert (made.kv_heads, made.kv_len) == (8, 100)
 
@@ -58,14 +58,12 @@ class TestProblem:
             ((1, 0, 8, 64), {}, "H"),
         ],
     )
-    def test_that_makes_no_sense_is_refused_by_name(
-        self, shape: tuple[int, int, int, int], options: dict[str, Any], said: str
-    ) -> None:
+    def test_invalid_field_is_named(self, shape: tuple[int, int, int, int], options: dict[str, Any], said: str) -> None:
         with pytest.raises(InvalidProblemError, match=said):
             problem(shape, **options)
 
     @pytest.mark.parametrize("window", [300, 2**31 - 1, 2**64])
-    def test_a_window_that_hides_nothing_is_none(self, window: int) -> None:
+    def test_window_that_hides_no_key_becomes_0(self, window: int) -> None:
         made = problem((1, 1, 400, 64), kv_len=300, causal="bottom-right", window=window)
         assert made == problem((1, 1, 400, 64), kv_len=300, causal="bottom-right")
         assert problem((1, 1, 400, 64), kv_len=300, causal="bottom-right", window=299).window == 299
@@ -83,7 +81,7 @@ class TestProblem:
         st.sampled_from([0.0, 30.0]),
         st.fixed_dictionaries({"lse": st.booleans(), "exact": st.booleans()}),
     )
-    def test_is_known_by_its_label(
+    def test_label_round_trips(
         self, b: int, kv: int, s: int, d: int, group: int, kv_len: int, causal: Any, window: int, cap: float, flags: Any
     ) -> None:
         window = window if causal != "none" else 0
@@ -99,7 +97,7 @@ class TestProblem:
         st.sampled_from(["none", "bottom-right", "top-left"]),
         st.integers(0, 50),
     )
-    def test_counts_the_pairs_that_see_each_other(self, rows: int, keys: int, causal: Any, window: int) -> None:
+    def test_flops_count_visible_pairs(self, rows: int, keys: int, causal: Any, window: int) -> None:
         made = problem((1, 1, rows, 8), kv_len=keys, causal=causal, window=window if causal != "none" else 0)
         inputs = {"q": torch.zeros(1, 1, rows, 8), "k": torch.zeros(1, 1, keys, 8), "v": torch.eye(keys, 8)[None, None]}
         # With equal scores a row that sees n keys gives each of them 1 / n.
@@ -115,7 +113,7 @@ class TestProblem:
 
 class TestReference:
     @pytest.mark.parametrize("causal", ["none", "top-left"])
-    def test_is_torchs(self, causal: Any) -> None:
+    def test_reference_equals_torch(self, causal: Any) -> None:
         made = problem((2, 4, 33, 16), kv_heads=2, kv_len=33, causal=causal)
         inputs = ATTENTION.inputs(made, "cpu", 0)
         q, k, v = (inputs[name].double() for name in ("q", "k", "v"))
@@ -125,7 +123,7 @@ class TestReference:
         torch.testing.assert_close(ATTENTION.reference(made, inputs), expected)
 
     @pytest.mark.parametrize("options", [{}, {"causal": "bottom-right", "window": 9}, {"softcap": 5.0}])
-    def test_and_the_peer_agree_within_rounding(self, options: dict[str, Any]) -> None:
+    def test_reference_and_peer_agree_within_rounding(self, options: dict[str, Any]) -> None:
         made = problem((1, 2, 40, 32), kv_len=25, **options)
         inputs = ATTENTION.inputs(made, "cpu", 1)
         assert accuracy.error(ATTENTION.eager(made, inputs), ATTENTION.reference(made, inputs)).norm < 5e-3
@@ -164,11 +162,11 @@ def call(template: str, shape: tuple[int, int, int, int], seed: int = 0, **optio
 class TestKernels:
     """In the simulator: the values that a shape or a number out of the ordinary should give."""
 
-    def test_lengths_just_beside_a_tile_are_as_exact_as_others(self, template: str) -> None:
+    def test_lengths_next_to_a_tile_are_as_exact_as_others(self, template: str) -> None:
         for length in (127, 128, 129):
             call(template, (1, 1, length, 64), causal="bottom-right").check()
 
-    def test_rows_that_see_nothing_give_zero_and_minus_infinity(self, template: str) -> None:
+    def test_rows_without_visible_keys_give_zero_and_minus_infinity(self, template: str) -> None:
         one = call(template, (1, 1, 200, 64), kv_len=70, causal="bottom-right", lse=True)
         out = one.check()
         assert torch.equal(out[0, 0, :130], torch.zeros(130, 64, dtype=out.dtype))
@@ -195,7 +193,7 @@ class TestKernels:
         one.inputs["scale"] = scale
         one.check()
 
-    def test_what_lies_behind_the_keys_never_shows(self, template: str) -> None:
+    def test_memory_behind_the_keys_has_no_effect(self, template: str) -> None:
         """A longer buffer of keys and values whose rest is NaN: the kernel is given the part in use."""
         one = call(template, (1, 2, 40, 64), kv_heads=1, kv_len=75)
         for name in ("k", "v"):
@@ -204,7 +202,7 @@ class TestKernels:
             one.inputs[name] = longer[:, :, :75]
         one.check()
 
-    def test_heads_may_lie_between_rows(self, template: str) -> None:
+    def test_layout_may_be_bshd(self, template: str) -> None:
         """(B, S, H, D) in memory, seen as (B, H, S, D)."""
         one = call(template, (2, 3, 80, 64), causal="bottom-right")
         for name in ("q", "k", "v"):
@@ -215,7 +213,7 @@ class TestKernels:
     def test_every_head_dimension_up_to_256_has_a_kernel(self, template: str, head: int) -> None:
         call(template, (1, 1, 70, head), kv_len=130, causal="bottom-right").check()
 
-    def test_large_scores_overflow_nothing(self, template: str) -> None:
+    def test_large_scores_do_not_overflow(self, template: str) -> None:
         one = call(template, (1, 1, 70, 64), kv_len=200)
         one.inputs["k"] = one.inputs["k"] * 100
         one.check()
@@ -303,7 +301,7 @@ def test_a_problem_may_forbid_lazy_rescaling() -> None:
     ],
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_keys_that_no_row_sees_never_show(
+def test_keys_that_no_row_sees_have_no_effect(
     template: str, kv_len: int, options: dict[str, Any], unseen: slice, value: float
 ) -> None:
     one = call(template, (1, 4, 6, 64), kv_heads=2, kv_len=kv_len, lse=True, **options)
@@ -340,13 +338,13 @@ def test_the_self_check_covers_all_batches_and_heads(template: str, options: dic
     assert module.check(**sizes, device="cpu")[0] > 0.1
 
 
-def test_a_negative_scale_lies_otherwise_than_a_positive_one() -> None:
+def test_negative_scale_has_another_placement_than_a_positive_one() -> None:
     """`arguments` puts the sign into a copy of q, which is better aligned than q itself."""
     assert runtime._placement(-0.5) != runtime._placement(0.5)  # what plans are kept by
 
 
 @pytest.mark.parametrize("template", ATTENTION.templates)
-def test_a_row_of_nan_has_no_log_sum_exp_of_a_blind_one(template: str) -> None:
+def test_log_sum_exp_of_a_nan_row_is_nan(template: str) -> None:
     one = call(template, (1, 1, 40, 64), kv_len=30, causal="bottom-right", lse=True)
     one.inputs["q"][0, 0, 20, 5] = float("nan")
     out = one.run()
@@ -396,7 +394,7 @@ class TestWithoutGpu:
 
 
 class TestCall:
-    def test_names_what_does_not_fit(self) -> None:
+    def test_check_call_names_the_wrong_argument(self) -> None:
         made = problem((1, 2, 8, 64), lse=True)
         inputs = ATTENTION.inputs(made, "cpu", 0)
         assert ATTENTION.check_call(made, inputs) is None
@@ -406,7 +404,7 @@ class TestCall:
         assert "finite" in str(ATTENTION.check_call(made, {**inputs, "scale": number}))
         assert "mask is not a parameter" in str(ATTENTION.check_call(made, {**inputs, "mask": inputs["q"]}))
 
-    def test_tensors_that_tma_cannot_take_are_for_plain_triton(self) -> None:
+    def test_tensors_unaligned_for_tma_use_plain_triton(self) -> None:
         made = problem((1, 2, 8, 64))
         inputs = ATTENTION.inputs(made, "cpu", 0)
         odd = torch.empty(1, 2, 8, 65, dtype=torch.bfloat16)[..., :64]
@@ -419,7 +417,7 @@ class TestCall:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_wrong_log_sum_exp_is_found_though_the_output_is_right(template: str) -> None:
+def test_wrong_log_sum_exp_is_found_beside_a_right_output(template: str) -> None:
     made = problem((1, 2, 500, 64), causal="bottom-right", lse=True)
     source = emit(ATTENTION, made, candidates(made, H200, (template,))[0])
     ln2 = "0.6931471805599453"

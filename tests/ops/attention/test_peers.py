@@ -1,4 +1,4 @@
-"""Other libraries' attention: who is asked for which problem, and how."""
+"""Other libraries' attention: which problems they get, and with which arguments."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Flash:
     ],
 )
 @pytest.mark.usefixtures("flash")
-def test_a_library_is_asked_for_what_it_has(options: dict[str, Any], names: set[str]) -> None:
+def test_libraries_are_offered_the_problems_that_they_take(options: dict[str, Any], names: set[str]) -> None:
     assert set(installed(ATTENTION.problem((1, 4, 30, 16), **options))) == names
 
 
-def test_what_is_not_installed_is_not_asked() -> None:
+def test_missing_libraries_are_left_out() -> None:
     assert set(installed(ATTENTION.problem((1, 4, 30, 16)))) == {"cudnn"}
 
 
-def test_heads_and_rows_change_places_for_flash_attention(flash: Flash) -> None:
+def test_flash_attention_3_gets_bshd(flash: Flash) -> None:
     problem = ATTENTION.problem((2, 4, 30, 16), kv_heads=2, causal="bottom-right", softcap=0.0)
     inputs = ATTENTION.inputs(problem, "cpu", 0)
     found = installed(problem)["fa3"](inputs, ATTENTION.output(problem, inputs))
@@ -72,7 +72,7 @@ def test_heads_and_rows_change_places_for_flash_attention(flash: Flash) -> None:
     assert flash.asked["num_splits"] == 1
 
 
-def test_a_window_counts_the_row_itself_but_not_for_flash_attention(flash: Flash) -> None:
+def test_flash_attention_3_gets_windows_without_the_row_itself(flash: Flash) -> None:
     problem = ATTENTION.problem((1, 1, 1, 16), kv_len=40, causal="bottom-right", window=5)
     inputs = ATTENTION.inputs(problem, "cpu", 0)
     installed(problem)["fa3"](inputs, ATTENTION.output(problem, inputs))
@@ -80,7 +80,7 @@ def test_a_window_counts_the_row_itself_but_not_for_flash_attention(flash: Flash
     assert flash.asked["num_splits"] == 0  # few rows over many keys: as many as it thinks right
 
 
-def test_a_build_without_windows_is_not_asked_for_them(flash: Flash, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_3_built_without_windows_is_left_out(flash: Flash, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = flash.flash_attn_func
 
     def without(*tensors: torch.Tensor, window_size: tuple[int, int] = (-1, -1), **options: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Attention's last round of tiles, split over the keys: who works on what, and in the simulator what comes of it."""
+"""Attention's last round of tiles, split over the keys: the pieces, and results in the simulator."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ WALK = Walk(KERNEL.text)
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 140))
-def test_every_block_of_every_tile_is_worked_on_once(tiles: int, blocks: int, num_sms: int) -> None:
+def test_every_block_of_every_tile_is_computed_once(tiles: int, blocks: int, num_sms: int) -> None:
     made = problem((1, tiles, 1, 64), kv_heads=1, kv_len=blocks * 128)
     inputs = ATTENTION.inputs(made, "meta", 0)
     grid, args = ATTENTION.arguments(MODULE, inputs, ATTENTION.output(made, inputs), num_sms=num_sms)
@@ -85,9 +85,7 @@ def test_every_block_of_every_tile_is_worked_on_once(tiles: int, blocks: int, nu
     st.integers(2, 5),
     st.sampled_from([{}, {"lse": True}, {"softcap": 20.0, "lse": True}, {"dtype": "fp16"}]),
 )
-def test_pieces_add_up_to_the_library_s_result(
-    heads: int, rows: int, keys: int, num_sms: int, options: dict[str, Any]
-) -> None:
+def test_pieces_add_up_to_the_result(heads: int, rows: int, keys: int, num_sms: int, options: dict[str, Any]) -> None:
     made = problem((1, heads, rows, 64), kv_len=keys, **options)
     kernel = source(**options)
     out, counters, inputs = result(kernel, made, num_sms)
@@ -96,7 +94,7 @@ def test_pieces_add_up_to_the_library_s_result(
     assert not counters.any(), "the next launch finds them as this one did"
 
 
-def test_whoever_comes_last_the_result_is_the_same_to_the_bit() -> None:
+def test_result_is_bitwise_equal_in_every_order_of_arrival() -> None:
     made, kernel = problem((1, 2, 130, 64), kv_len=900), source()
     results = [result(kernel, made, 5, seed)[0] for seed in range(6)]
     assert all(torch.equal(result, results[0]) for result in results)
@@ -113,19 +111,19 @@ def test_whoever_comes_last_the_result_is_the_same_to_the_bit() -> None:
         (256, {"staging": "q"}),
     ],
 )
-def test_is_clean_with_every_way_out(D: int, params: dict[str, Any]) -> None:  # noqa: N803 - the field's name
+def test_is_clean_with_every_staging(D: int, params: dict[str, Any]) -> None:  # noqa: N803 - the field's name
     made = problem((1, 2, 1000, D), lse=True)
     report = check(emit(ATTENTION, made, config(made, **params)), 4)
     assert report.clean, report.findings[0]
 
 
-def test_only_tiles_of_equal_work_come_in_rounds() -> None:
+def test_tail_is_split_without_a_mask_only() -> None:
     made = problem((4, 32, 4096, 64), causal="bottom-right")
     assert {one.params["tail"] for one in candidates(made, H200, ("attention_tma",))} == {"whole"}
 
 
 @pytest.mark.parametrize(("heads", "num_sms"), [(6, 3), (132, 132), (130, 132)])
-def test_a_round_of_its_own_or_almost_is_left_whole(heads: int, num_sms: int) -> None:
+def test_full_or_almost_full_last_round_stays_whole(heads: int, num_sms: int) -> None:
     """Nothing could be won; and without pieces there is nothing to be put together."""
     made = problem((1, heads, 64, 64), kv_heads=1, kv_len=1000)
     inputs = ATTENTION.inputs(made, "meta", 0)

@@ -1,4 +1,4 @@
-"""Kernels for packed sequences compile to sm_90a as the spaces promise: shared memory, registers, instructions."""
+"""Kernels for packed sequences compile to sm_90a within their predicted shared memory, registers and instructions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def binaries(compile_pool: CompilePool) -> dict[Any, Future[Binary]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].label} {case[1].short}")
-def test_a_legal_config_compiles_or_spills_and_says_so(
+def test_legal_config_compiles_or_is_rejected_for_spills(
     case: tuple[AttentionVarlenProblem, Config], binaries: dict[Any, Future[Binary]]
 ) -> None:
     problem, config = case
@@ -71,7 +71,7 @@ def test_a_legal_config_compiles_or_spills_and_says_so(
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.label)
-def test_every_problem_has_a_tma_config_that_spills_nothing_to_speak_of(
+def test_every_problem_has_a_tma_config_without_large_spills(
     problem: AttentionVarlenProblem, binaries: dict[Any, Future[Binary]]
 ) -> None:
     own = [future for case, future in binaries.items() if case[0] == problem and case[1].template == "attention_varlen"]

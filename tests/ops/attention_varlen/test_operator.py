@@ -1,4 +1,4 @@
-"""Attention over packed sequences: what may be asked for, the reference, and values that neighbours must not touch."""
+"""Attention over packed sequences: problems, the reference, and results next to other sequences in the simulator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ends(lengths: Sequence[int]) -> torch.Tensor:
 
 
 class TestProblem:
-    def test_sequences_are_alike_unless_said_otherwise(self) -> None:
+    def test_lengths_default_to_equal_ones(self) -> None:
         made = problem((3, 8, 100, 64))
         assert (made.kv_heads, made.total_kv, made.max_q, made.max_kv) == (8, 100, 34, 34)
         assert problem((3, 8, 100, 64), max_q=60).max_kv == 60
@@ -64,9 +64,7 @@ class TestProblem:
             (("2", 8, 100, 64), {}, "B"),
         ],
     )
-    def test_that_makes_no_sense_is_refused_by_name(
-        self, shape: tuple[int, int, int, int], options: dict[str, Any], said: str
-    ) -> None:
+    def test_invalid_field_is_named(self, shape: tuple[int, int, int, int], options: dict[str, Any], said: str) -> None:
         with pytest.raises(InvalidProblemError, match=said):
             problem(shape, **options)
 
@@ -84,7 +82,7 @@ class TestProblem:
         st.sampled_from([0.0, 30.0]),
         st.booleans(),
     )
-    def test_is_known_by_its_label(
+    def test_label_round_trips(
         self,
         b: int,
         kv: int,
@@ -159,7 +157,7 @@ class TestDrawnLengths:
 
 class TestReference:
     @pytest.mark.parametrize("causal", ["none", "top-left"])
-    def test_is_torchs_for_each_sequence(self, causal: Any) -> None:
+    def test_reference_equals_torch_for_each_sequence(self, causal: Any) -> None:
         made = problem((3, 4, 60, 16), kv_heads=2, max_q=33, causal=causal)
         inputs = VARLEN.inputs(made, "cpu", 0)
         inputs["cu_seqlens_q"] = inputs["cu_seqlens_kv"] = ends((27, 0, 33))
@@ -179,7 +177,7 @@ class TestReference:
             {"softcap": 5.0, "lse": True},
         ],
     )
-    def test_and_the_peer_agree_within_rounding(self, options: dict[str, Any]) -> None:
+    def test_reference_and_peer_agree_within_rounding(self, options: dict[str, Any]) -> None:
         made = problem((4, 2, 90, 32), total_kv=70, kv_heads=1, max_q=70, max_kv=50, **options)
         inputs = VARLEN.inputs(made, "cpu", 1)
         inputs["cu_seqlens_q"], inputs["cu_seqlens_kv"] = ends((10, 3, 70, 7)), ends((20, 0, 50, 0))
@@ -245,7 +243,7 @@ class TestKernels:
 
     @pytest.mark.parametrize("options", MASKS, ids=str)
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-    def test_a_sequence_never_feels_its_neighbours(self, template: str, options: dict[str, Any], bad: float) -> None:
+    def test_neighbouring_sequences_have_no_effect(self, template: str, options: dict[str, Any], bad: float) -> None:
         """Every other sequence, and what lies behind the last, holds NaN or infinity in q, k and v."""
         lengths = [(40, 90), (70, 75), (130, 20), (9, 140), (100, 64), (3, 5)]
         one = call(template, lengths, **options)
@@ -298,7 +296,7 @@ class TestKernels:
             one.inputs[name][10:310][unseen] = float("nan")
         assert torch.equal(one.run(), clean)
 
-    def test_a_larger_maximum_than_need_be_changes_nothing(self, template: str) -> None:
+    def test_larger_max_q_changes_nothing(self, template: str) -> None:
         one = call(template, [(70, 70), (3, 3)], causal="bottom-right")
         small = one.run()
         one.inputs["max_q"] = 1000
@@ -310,7 +308,7 @@ class TestKernels:
         one.inputs["scale"] = scale
         one.check()
 
-    def test_rows_may_lie_apart(self, template: str) -> None:
+    def test_rows_may_have_any_stride(self, template: str) -> None:
         """q, k and v as the three parts of one tensor, as a single projection gives them."""
         one = call(template, [(80, 80), (30, 30)], heads=2)
         packed = torch.stack([one.inputs[name] for name in ("q", "k", "v")], 1)
@@ -355,7 +353,7 @@ class TestWithoutGpu:
 
 
 class TestCall:
-    def test_names_what_does_not_fit(self) -> None:
+    def test_check_call_names_the_wrong_argument(self) -> None:
         made = problem((2, 2, 8, 64), lse=True)
         inputs = dict(VARLEN.inputs(made, "cpu", 0))
         assert VARLEN.check_call(made, inputs) is None
@@ -369,7 +367,7 @@ class TestCall:
         assert "max_q is 2" in str(VARLEN.check_call(made, {**inputs, "max_q": few}))
         assert "mask is not a parameter" in str(VARLEN.check_call(made, {**inputs, "mask": inputs["q"]}))
 
-    def test_tensors_that_tma_cannot_take_are_for_plain_triton(self) -> None:
+    def test_tensors_unaligned_for_tma_use_plain_triton(self) -> None:
         made = problem((2, 2, 8, 64))
         inputs = VARLEN.inputs(made, "cpu", 0)
         odd = torch.empty(8, 2, 65, dtype=torch.bfloat16)[..., :64]
@@ -384,7 +382,7 @@ class TestCall:
 
 
 @pytest.mark.parametrize(("lengths", "told"), [((1, 1, 1), 1), ((1, 0, 1), 2), ((2, 0, 1), 2)])
-def test_flash_attention_takes_no_row_for_anothers(
+def test_flash_attention_keeps_sequences_apart(
     lengths: tuple[int, ...], told: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told of one row at most and of grouped heads, it reads one row of each sequence."""
@@ -414,7 +412,7 @@ def test_flash_attention_takes_no_row_for_anothers(
     ],
     ids=["dense", "heads between rows", "one for all", "padded", "every other", "late", "an odd pitch"],
 )
-def test_flash_attention_is_given_what_it_reads_right(lie: Any, taken: bool) -> None:
+def test_flash_attention_gets_aligned_operands(lie: Any, taken: bool) -> None:
     """It reads 16 bytes at a time, and does not look whether it may."""
     x = lie(torch.randn(6, 2, 16).bfloat16())
     found = attention_flash.readable(x)

@@ -1,6 +1,6 @@
-"""Attention of few rows over many keys: what the `attention_decode` template takes, and the problems that try it.
+"""Resources, template variables and small cases of `attention_decode`: few rows over many keys.
 
-The rows of all heads that share keys lie in one tile of 64; CTAs share the keys of each (batch, KV head).
+The rows of all heads that share keys are one tile of 64; CTAs share the keys of each (batch, KV head).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from tlxgen.problem import ITEM_BYTES
 if TYPE_CHECKING:
     from tlxgen.ops.attention.problem import AttentionProblem
 
-TILE_ROWS = 64  # that one wgmma takes
+TILE_ROWS = 64  # as one wgmma takes
 
-# Of one multiprocessor (CUDA C++ Programming Guide, technical specifications): what CTAs share.
+# Shared by the CTAs of one multiprocessor (CUDA C++ Programming Guide, technical specifications).
 _REGISTER_FILE = 1 << 16
 _SHARED_MEMORY = 228 << 10  # bytes
-_SHARED_RESERVED = 1 << 10  # bytes of it that each CTA takes beside its own
+_SHARED_RESERVED = 1 << 10  # bytes that each CTA takes beside what it allocates
 
-#: By head dimension in shared memory: registers of a thread on average, and those of the consumer's threads.
-#: 128 on average let two CTAs share a multiprocessor; an output of 256 columns does not fit beside another.
+#: Registers of a thread by head dimension in shared memory: the average (`maxnreg`), and those of the consumer.
+#: 128 on average let two CTAs share a multiprocessor; outputs of 256 columns leave room for one.
 _REGISTERS = {64: (128, 208), 128: (128, 208), 256: (160, 240)}
-_STEP = 4 * Hopper.WARP_GROUP_THREADS  # elements of the output: 16 bytes of fp32 a thread
-_COMBINED_FLOATS = 64 * Hopper.WARP_GROUP_THREADS  # of partial results that are under way together, in registers
+_STEP = 4 * Hopper.WARP_GROUP_THREADS  # elements of the output that are combined at a time: 16 bytes a thread
+_COMBINED_FLOATS = 64 * Hopper.WARP_GROUP_THREADS  # partial results that are held in registers at a time
 
-_FEW_SPLITS = 8  # that small problems can afford to give many blocks each
+_FEW_SPLITS = 8  # up to so many, small cases give each split many blocks
 
 
 def rows(problem: AttentionProblem) -> int:
@@ -39,7 +39,7 @@ def rows(problem: AttentionProblem) -> int:
 
 
 def seen_keys(problem: AttentionProblem) -> int:
-    """How many keys at least one row sees: the kernels read no others."""
+    """Number of keys that at least one row sees; the kernels read no others."""
     if problem.causal == "top-left":
         return min(problem.S, problem.kv_len)
     if problem.window:
@@ -48,7 +48,7 @@ def seen_keys(problem: AttentionProblem) -> int:
 
 
 def resources(problem: AttentionProblem, config: Config, head: int) -> Resources:
-    """The tile of Q, the rings of K and V, barriers; where warps exchange what they combine, 2 KB for that."""
+    """The tile of Q, the rings of K and V, barriers, and 2 KB if warps exchange partial results."""
     item = ITEM_BYTES[problem.dtype]
     block_n, kv_stages, splits = (int(config.params[name]) for name in ("block_n", "kv_stages", "splits"))
     exchange = 4 * _STEP if splits > _COMBINED_FLOATS // _STEP or (splits > 1 and problem.lse) else 0
@@ -70,7 +70,7 @@ def predict_us(problem: AttentionProblem, config: Config, gpu: Gpu, head: int) -
 
 
 def context(problem: AttentionProblem, config: Config, head: int) -> dict[str, Any]:
-    """What the template needs beside what all attention templates do."""
+    """Variables of the template beside those of all attention templates."""
     average, consumer = _REGISTERS[head]
     return {
         "padded": head != problem.D,
@@ -82,10 +82,10 @@ def context(problem: AttentionProblem, config: Config, head: int) -> dict[str, A
 
 
 def small_cases(problem: AttentionProblem, config: Config) -> Sequence[Case[AttentionProblem]]:
-    """One key; as many blocks as splits, fewer, more, a ring that wraps; tails; full tiles; rows that see nothing."""
+    """One key; as many blocks as splits, fewer, more, a ring that wraps; tails; full tiles; rows that see no key."""
     n, splits, kv = (int(config.params[name]) for name in ("block_n", "splits", "kv_stages"))
     few = min(splits, 3)
-    # Blocks of a split: the ring wraps twice, where that does not take too many.
+    # Blocks of a split: with few splits, enough for the ring to wrap twice.
     each = 2 * kv + 1 if splits <= _FEW_SPLITS else 2
     shapes = [  # B, KV heads, group, S, KV length
         (1, 1, 1, 1, 1),

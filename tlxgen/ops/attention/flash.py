@@ -1,6 +1,6 @@
-"""FlashAttention-2 as torch has it inside: what `scaled_dot_product_attention` gives no way to ask for without a mask.
+"""torch's FlashAttention-2, for windows and for causal attention that is not square.
 
-That is windows, and diagonals of attention that is not square. With a mask torch would store all scores.
+`scaled_dot_product_attention` takes these as a mask only, and with a mask torch stores all scores.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ _VECTOR = 16  # bytes
 
 
 def attention(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
-    """Attention of q (B, H, S, D) to k and v (B, KV heads, KV length, D), lying in any way.
-
-    Rows that see no key give 0.
+    """Attention of q (B, H, S, D) to k and v (B, KV heads, KV length, D) with any strides; 0 for rows that see no key.
 
     Returns:
-        The result, (B, H, S, D); None where the GPU or the problem is not for it.
+        The result, (B, H, S, D); None if the kernel does not take the GPU or the problem.
     """
     import torch
 
@@ -32,11 +30,11 @@ def attention(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale:
     q, k, v = map(readable, (q, k, v))
     if not takes(problem, q, k, v, scale):
         return None
-    out, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - there is no other way to it
+    out, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - there is no public function
         *(x.transpose(1, 2) for x in (q, k, v)),
-        *(None, None),  # where sequences begin, if they had different lengths
+        *(None, None),  # cu_seqlens, for packed sequences
         *(problem.S, problem.kv_len),
-        *(0.0, problem.causal != "none", False),  # no dropout, and no mask of it
+        *(0.0, problem.causal != "none", False),  # dropout, causal, debug mask
         scale=scale,
         **window(problem),
     )
@@ -47,10 +45,9 @@ def attention(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale:
 def takes(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> bool:
     """Whether torch's flash kernels, forward and backward, take the problem on the GPU that holds the tensors.
 
-    The flash kernels align the diagonal bottom-right, have no softcap as torch calls them, and hide scores by minus
-    infinity before they scale them, which takes a positive scale. Torch says which GPUs they run on; of those for
-    AMD's, which keep other numbers between forward and backward, nobody has seen the results. Of batches, it does not
-    ask whether there are any.
+    The flash kernels align the diagonal bottom-right, have no softcap in torch, and mask scores with minus infinity
+    before they scale them, which needs a positive scale. AMD's keep other numbers between forward and backward and
+    are untested. torch says which GPUs they run on, but does not check for empty batches.
     """
     import torch
 
@@ -58,13 +55,13 @@ def takes(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor, scale: flo
         return False
     if problem.softcap or problem.causal == "top-left" or not (scale is None or scale > 0):
         return False
-    # Without the mask: torch's own forward refuses a causal one that is not square, its backward does not.
+    # Asked without the mask: for a causal one that is not square torch says no, though the kernels take it.
     asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, problem.kv_heads != problem.H)
     return torch.backends.cuda.can_use_flash_attention(asked)
 
 
 def window(problem: AttentionProblem | AttentionVarlenProblem) -> dict[str, int | None]:
-    """What torch's flash kernels, forward and back, call the keys on either side of a row's own that it sees."""
+    """Arguments of torch's flash kernels: keys that a row sees on either side of its own."""
     return {
         "window_size_left": problem.window - 1 if problem.window else None,
         "window_size_right": 0 if problem.window else None,
@@ -72,7 +69,7 @@ def window(problem: AttentionProblem | AttentionVarlenProblem) -> dict[str, int 
 
 
 def readable(x: Tensor) -> Tensor:
-    """A tensor as FlashAttention reads it, 16 bytes of the head dimension at a time; it checks less than it asks."""
+    """The tensor, or a copy that FlashAttention can read in vectors of 16 bytes, which it does not check itself."""
     import torch
 
     size = x.element_size()

@@ -1,4 +1,4 @@
-"""Other libraries' attention, for comparison: cuDNN as torch calls it, and FlashAttention-3 where it is installed."""
+"""Other libraries' attention, for comparison: cuDNN through torch, and FlashAttention-3 if it is installed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 Function = Callable[["Tensors", "torch.Tensor"], "torch.Tensor"]
 
-#: Where FlashAttention-3's forward is found: built from its repository, or as a wheel of the forward alone.
+#: Modules with FlashAttention-3's forward: built from its repository, or the wheel `fa3-fwd`.
 FLASH_3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
 
 
 def installed(problem: AttentionProblem) -> dict[str, Function]:
-    """Those that can be imported and take the problem."""
+    """Functions of the libraries that can be imported and take the problem, by name."""
     if problem.lse or problem.empty:
         return {}
     found: dict[str, Function] = {}
@@ -39,7 +39,7 @@ def _cudnn(problem: AttentionProblem) -> Function:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    def call(inputs: Tensors, out: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - it makes its own
+    def call(inputs: Tensors, out: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - the library allocates the output
         scale: Any = inputs.get("scale")
         options: dict[str, Any] = {"is_causal": problem.causal != "none", "enable_gqa": problem.kv_heads != problem.H}
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -50,7 +50,7 @@ def _cudnn(problem: AttentionProblem) -> Function:
 
 @lru_cache(maxsize=1)
 def _has_windows(module: Any) -> bool:
-    """Whether it was built with them; only a call says so."""
+    """Whether it was built with windows, which only a call tells."""
     import torch
 
     x = torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -62,10 +62,10 @@ def _has_windows(module: Any) -> bool:
 
 
 def _flash_3(problem: AttentionProblem, module: Any) -> Function:
-    splits = 0 if problem.kv_len > problem.S else 1  # 0: as many as its heuristics want
+    splits = 0 if problem.kv_len > problem.S else 1  # 0: chosen by its heuristics
     window = (problem.window - 1, 0) if problem.window else (-1, -1)
 
-    def call(inputs: Tensors, out: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - it makes its own
+    def call(inputs: Tensors, out: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - the library allocates the output
         q, k, v = (inputs[name].transpose(1, 2) for name in ("q", "k", "v"))  # as (B, S, H, D)
         result = module.flash_attn_func(
             q,

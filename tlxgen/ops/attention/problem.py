@@ -11,21 +11,18 @@ from tlxgen.problem import Problem
 
 Causal = Literal["none", "bottom-right", "top-left"]
 
-
-_LARGEST_HEAD = 256
-
-
+LARGEST_HEAD = 256
 LARGEST_SOFTCAP = 1e4  # beyond, 1 - 2 / (exp(2 x) + 1) has no digits left for the tanh of small scores
 
 
 class AttentionProblem(Problem):
     """Attention of q (B, H, S, D) to k and v (B, kv_heads, kv_len, D).
 
-    `causal` says where the diagonal ends: `bottom-right`, as FlashAttention has it, lets the last row see all keys;
-    `top-left` lets the first row see the first key. `window` is the number of keys that a row of a causal problem sees,
-    itself included; 0 for all. `softcap` squeezes scores to softcap · tanh(score / softcap); 0 for none. With `lse`
-    the kernel also writes each row's log-sum-exp. With `exact` the output is rescaled at every rise of a row's largest
-    score, as the online softmax is written down, not only beyond a factor of 2 ** 8. The scale is the call's argument.
+    `causal` says where the diagonal ends: with `bottom-right`, as in FlashAttention, the last row sees all keys; with
+    `top-left` the first row sees the first key. `window` is the number of keys that a row of a causal problem sees,
+    itself included; 0 for all. `softcap` changes scores to softcap · tanh(score / softcap); 0 for none. With `lse` the
+    kernel also writes each row's log-sum-exp. With `exact` the output is rescaled at every rise of a row's largest
+    score, not only at rises beyond a factor of 2 ** 8. The scale is an argument of the call.
     """
 
     operator: ClassVar[str] = "attention"
@@ -37,7 +34,7 @@ class AttentionProblem(Problem):
     B: int = Field(ge=0, le=2**20)
     H: int = Field(ge=1, le=2**12)
     S: int = Field(ge=0, le=2**24)
-    D: int = Field(ge=8, le=_LARGEST_HEAD, multiple_of=8)
+    D: int = Field(ge=8, le=LARGEST_HEAD, multiple_of=8)
     kv_heads: int = Field(ge=1, description="heads of k and v, H by default")
     kv_len: int = Field(ge=0, le=2**24, description="length of k and v, S by default")
     dtype: Literal["bf16", "fp16"] = Field(default="bf16", description="operands")

@@ -2,7 +2,7 @@
 
 Sequence i owns rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of q (total_q, H, D) and of the result, and keys
 cu_seqlens_kv[i] to cu_seqlens_kv[i + 1] of k and v (total_kv, KV heads, D); within it everything is as in
-`tlxgen.ops.attention.operator`. Where sequences end is read on the device alone.
+`tlxgen.ops.attention.operator`. Only the kernel reads `cu_seqlens`: nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
         head = problem.head
         context = {
             **kernels.context(problem, head),
-            # Whether a sequence may have keys that none of its rows sees: beyond the diagonal, or before the window.
+            # Whether no row sees some keys of a sequence: those beyond the diagonal, or before the window.
             "clipped": problem.window > 0 if problem.causal == "bottom-right" else problem.causal == "top-left",
             "hopper": config.template == "attention_varlen",
         }
@@ -87,7 +87,7 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
         return cases
 
     def flops(self, problem: AttentionVarlenProblem) -> float:
-        """Of sequences of the lengths that `inputs` draws."""
+        """See `Operator.flops`: for sequences of the lengths that `inputs` draws."""
         return _flops(problem)
 
     def bytes_moved(self, problem: AttentionVarlenProblem) -> float:
@@ -96,7 +96,7 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
         return float(2 * (rows + keys) * problem.D * ITEM_BYTES[problem.dtype])
 
     def predict_us(self, problem: AttentionVarlenProblem, config: Config, gpu: Gpu) -> float:
-        """See `tlxgen.ops.attention.time_model.attention_us`: as if all sequences had the average length."""
+        """See `tlxgen.ops.attention.time_model.attention_us`: for as many sequences of the average length."""
         return time_model.attention_us(problem.average, config, gpu, self.flops(problem), self.bytes_moved(problem))
 
     def call_defaults(self, problem: AttentionVarlenProblem) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
         return {"max_q": problem.max_q}
 
     def inputs(self, problem: AttentionVarlenProblem, device: torch.device | str, seed: int) -> Tensors:
-        """Random q, k, v, sequences as in `drawn_lengths`, and room for the log-sum-exp if it is asked for."""
+        """Random q, k and v, sequences as in `drawn_lengths`, and an empty `lse` if the problem has one."""
         import torch
 
         dtype, normal = torch_dtype(problem.dtype), normal_tensors(device, seed)
@@ -132,7 +132,7 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
         return out
 
     def side_outputs(self, problem: AttentionVarlenProblem, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """The log-sum-exp, if it is asked for."""
+        """The log-sum-exp in float64, if the problem has one."""
         import torch
 
         if not problem.lse:
@@ -143,9 +143,9 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
         return {"lse": lse}
 
     def eager(self, problem: AttentionVarlenProblem, inputs: Tensors, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`varlen_attn` on a GPU where it has the mask, else attention of padded sequences; neither asks the host.
+        """`varlen_attn` on a GPU if it has the mask, else attention of padded sequences; neither waits for the GPU.
 
-        On AMD's GPUs, where torch returns the log-sum-exp in another shape, sequences are padded.
+        On AMD's GPUs, where torch returns the log-sum-exp in another shape, sequences are always padded.
         """
         import torch
 
@@ -160,7 +160,7 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
         return result if out is None else out.copy_(result)
 
     def check_call(self, problem: AttentionVarlenProblem, tensors: Tensors) -> str | None:
-        """See `Operator.check_call`; where sequences end is not looked at, which would wait for the GPU."""
+        """See `Operator.check_call`; the contents of `cu_seqlens` are not checked, which would wait for the GPU."""
         import torch
 
         keys = (problem.total_kv, problem.kv_heads, problem.D)
@@ -178,14 +178,14 @@ class AttentionVarlen(Operator[AttentionVarlenProblem]):
             return f"scale is {scale!r}; it must be a finite number"
         most: Any = tensors.get("max_q")
         if not isinstance(most, int) or problem.B * most < problem.total_q:
-            return f"max_q is {most!r}; {problem.B} sequences of so many rows do not hold {problem.total_q}"
+            return f"max_q is {most!r}; {problem.B} sequences of at most that many rows cannot hold {problem.total_q}"
         surplus = sorted(set(tensors) - {*shapes, "scale", "max_q"})
         return f"{surplus[0]} is not a parameter" if surplus else None
 
     def launchable(
         self, problem: AttentionVarlenProblem, config: Config, tensors: Tensors, out: torch.Tensor
     ) -> str | None:
-        """See `Operator.launchable`: D contiguous, and what TMA asks of base addresses and the other strides."""
+        """See `Operator.launchable`; `kernels.why_unreadable` says what strides must be."""
         for name in ("cu_seqlens_q", "cu_seqlens_kv", "lse"):
             if name in tensors and not tensors[name].is_contiguous():
                 return f"{name} is not contiguous"

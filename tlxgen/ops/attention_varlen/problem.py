@@ -1,4 +1,4 @@
-"""What attention over packed sequences computes, and how the lengths of a problem are drawn."""
+"""The problem of attention over packed sequences, and the lengths that its tuning inputs have."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-#: A sequence: its rows of q, and its keys.
+#: Numbers of rows and keys of a sequence.
 Lengths = tuple[int, int]
-
 
 _LONGEST = 2**24
 
@@ -70,14 +69,14 @@ class AttentionVarlenProblem(Problem):
     @model_validator(mode="before")
     @classmethod
     def _equal_lengths(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Unless told otherwise: as many keys as rows, and all sequences alike."""
+        """Fills defaults: as many keys as rows, and sequences of equal lengths."""
         data = dict(data)
         for name, default in _DEFAULTS.items():
             if data.get(name) is None:
                 data.pop(name, None)
                 try:
                     data[name] = default(data)
-                except (KeyError, TypeError):  # of a field that is missing or no number, which is refused
+                except (KeyError, TypeError):  # it needs a field that is missing or no number; validation says so
                     continue
         # No sequence has more rows or keys than there are in all.
         return without_idle_window(data, "total_q", "total_kv")
@@ -91,7 +90,7 @@ class AttentionVarlenProblem(Problem):
         for total, most in (("total_q", "max_q"), ("total_kv", "max_kv")):
             if getattr(self, total) > self.B * getattr(self, most):
                 given = f"{total} = {getattr(self, total)} exceeds B x {most} = {self.B} x {getattr(self, most)}"
-                raise ValueError(f"{given}: so much does not fit into the sequences")
+                raise ValueError(f"{given}; raise {most}")
         return self
 
     @property
@@ -112,19 +111,19 @@ class AttentionVarlenProblem(Problem):
         return padded_head(self.D)
 
     def alone(self, lengths: Lengths, batch: int = 1) -> AttentionProblem:
-        """So many sequences of the same length, not packed."""
+        """The problem of `batch` sequences of these lengths, not packed."""
         names = ("H", "D", "kv_heads", "dtype", "causal", "window", "softcap", "lse")
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         return AttentionProblem(B=batch, S=lengths[0], kv_len=lengths[1], **fields)
 
     @property
     def average(self) -> AttentionProblem:
-        """All sequences as long as they are on average."""
+        """The problem of as many sequences of the average length, not packed."""
         lengths = (math.ceil(self.total_q / max(1, self.B)), math.ceil(self.total_kv / max(1, self.B)))
         return self.alone(lengths, self.B)
 
 
-#: Fields that may be left out → what they are then, in an order in which each knows those before.
+#: Defaults of fields, as functions of the fields before them.
 _DEFAULTS: dict[str, Any] = {
     "kv_heads": lambda known: known["H"],
     "total_kv": lambda known: known["total_q"],
@@ -136,9 +135,8 @@ _DEFAULTS: dict[str, Any] = {
 def drawn_lengths(problem: AttentionVarlenProblem) -> tuple[Lengths, ...]:
     """Lengths of a problem's sequences, for tuning and tests: uneven, and the same each time.
 
-    One sequence is as long as may be. The others have lengths uniform from 0 on, stretched to make up the total, cut
-    where the longest ends. The longer a sequence's rows the longer its keys; where totals and maxima of both are alike,
-    so are the lengths. The order is random.
+    One sequence has the maximum. The others are uniform from 0, scaled to the total and cut at the maximum. A sequence
+    with more rows has more keys; with equal totals and maxima, rows and keys are equal. The order is random.
     """
     return _drawn(problem.B, (problem.total_q, problem.max_q), (problem.total_kv, problem.max_kv))
 
@@ -153,7 +151,7 @@ def _drawn(count: int, rows: tuple[int, int], keys: tuple[int, int]) -> tuple[Le
 
 
 def _stretched(shares: Sequence[int], total: int, most: int) -> list[int]:
-    """Lengths in proportion to shares, which fall, that sum to the total; the first is the longest that may be.
+    """Lengths in proportion to descending shares that sum to the total; the first is the maximum.
 
     >>> _stretched([9, 8, 4, 2, 1], 100, 40)
     [40, 32, 16, 8, 4]
@@ -168,7 +166,7 @@ def _stretched(shares: Sequence[int], total: int, most: int) -> list[int]:
         left -= most
     cut = len(lengths)
     lengths += [share * left // weight for share in shares[cut:]]
-    missing = total - sum(lengths)  # less than one for each that was rounded down
+    missing = total - sum(lengths)  # less than one for each length that was rounded down
     return [n + 1 if cut <= i < cut + missing else n for i, n in enumerate(lengths)]
 
 
@@ -181,9 +179,9 @@ def _measures(lengths: Sequence[Lengths]) -> dict[str, int]:
 def sequences(
     problem: AttentionVarlenProblem, inputs: Tensors
 ) -> Iterator[tuple[slice, slice, AttentionProblem, Tensors]]:
-    """Sequences with rows and keys: where both are, and each as a problem of its own with its inputs.
+    """For each sequence with rows and keys: its rows, its keys, and its problem and inputs as plain attention.
 
-    Asks the device where sequences end, and waits for the answer.
+    Reads `cu_seqlens`, and so waits for the device.
     """
     ends = (inputs["cu_seqlens_q"].tolist(), inputs["cu_seqlens_kv"].tolist())
     for rows, keys in zip(*(map(slice, *zip(*pairwise(one), strict=True)) for one in ends), strict=True):

@@ -1,4 +1,4 @@
-"""Attention over packed sequences as torch computes it, without a question to the host: graphs may capture it."""
+"""Attention over packed sequences in torch, without waiting for the GPU, so that graphs can capture it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def flash(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:
-    """The result of FlashAttention's kernel, which takes packed sequences too; also writes the log-sum-exp."""
+    """The result of torch's FlashAttention kernel for packed sequences; also writes the log-sum-exp."""
     import torch
 
-    # Where no sequence is said to have a second row, and heads are grouped, torch wants one row of each.
+    # With max_q = 1 and grouped heads, torch requires one row of every sequence.
     max_q = problem.max_q if problem.total_q == problem.B else max(2, problem.max_q)
-    # torch's own `varlen_attn` takes grouped heads from 2.12 on only; what it calls always did.
+    # torch's `varlen_attn` takes grouped heads from 2.12 on; the kernel that it calls always did.
     result: torch.Tensor
     result, lse, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001
         *(readable(inputs[name]) for name in ("q", "k", "v")),
@@ -30,12 +30,14 @@ def flash(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:
         **window(problem),
     )
     if problem.lse:
-        inputs["lse"].copy_(lse.masked_fill(lse.isposinf(), float("-inf")))  # so it marks rows that see nothing
+        inputs["lse"].copy_(
+            lse.masked_fill(lse.isposinf(), float("-inf"))
+        )  # torch marks rows that see no key with +inf
     return result
 
 
 def padded(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:
-    """The result through sequences that are filled up with zeros to the longest; also writes the log-sum-exp."""
+    """The result from sequences padded with zeros to the longest; also writes the log-sum-exp."""
     import torch
 
     from tlxgen.ops.torch_functions import scaled_dot_product_attention
@@ -76,7 +78,7 @@ def _seen(problem: AttentionVarlenProblem, inputs: Tensors) -> torch.Tensor:
 
 
 def _filled(packed: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Tensor:
-    """(rows, heads, D) as (B, heads, longest, D), with zeros behind each sequence."""
+    """(rows, heads, D) as (B, heads, longest, D), padded with zeros."""
     import torch
 
     places = torch.arange(longest, device=packed.device)
