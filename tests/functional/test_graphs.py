@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,24 +14,12 @@ from tlxgen import functional
 from tlxgen.errors import InvalidProblemError, LaunchError
 from tlxgen.functional import dispatch
 from tlxgen.functional.attention_call import CALLER, GRADIENTS, NOBODY
-from tlxgen.runtime import checks, kernel
+from tlxgen.runtime import kernel
 
 sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if the CPU had kernels; `get_kernel` gives torch's there."""
-    monkeypatch.setattr(dispatch, "kernels_here", lambda: True)
-    monkeypatch.setattr(checks, "DEVICE", "cpu")
-    monkeypatch.setattr(kernel, "_current_device", lambda: None)
-    kernel.forget()
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", kernel.FallbackWarning)
-        yield
-    kernel.forget()
+pytestmark = pytest.mark.usefixtures("kernels_on_cpu")
 
 
 def normal(*shape: int, grad: bool = True) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ from tlxgen import functional
 from tlxgen.functional import grouped
 from tlxgen.ops.grouped_gemm.problem import GroupedGemmProblem
 from tlxgen.runtime import checks
-from tlxgen.runtime import kernel as runtime
 from tlxgen.runtime.kernel import Choice, Kernel
 
 grouped_mm: Callable[..., Tensor] = functional.grouped_mm
@@ -26,11 +25,7 @@ ENDS = torch.tensor([13, 13, 40], dtype=torch.int32)
 FORMS = ("2d3d", "3d2d", "2d2d", "3d3d")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_remembered() -> Iterator[None]:
-    runtime.forget()
-    yield
-    runtime.forget()
+pytestmark = pytest.mark.usefixtures("no_cached_kernels")
 
 
 @dataclass

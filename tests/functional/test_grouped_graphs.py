@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -15,26 +13,13 @@ from torch.testing import assert_close
 from tests.functional.test_graphs import compiled
 from tlxgen import functional
 from tlxgen.functional import dispatch, grouped
-from tlxgen.runtime import checks, kernel
 
 E, TOKENS, N, K = 3, 40, 24, 16
 ENDS = torch.tensor([13, 13, 40], dtype=torch.int32)
 FORMS = ("2d3d", "3d2d", "2d2d", "3d3d")
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if the CPU had kernels; `get_kernel` gives torch's there."""
-    monkeypatch.setattr(dispatch, "kernels_here", lambda: True)
-    monkeypatch.setattr(checks, "DEVICE", "cpu")
-    monkeypatch.setattr(kernel, "_current_device", lambda: None)
-    kernel.forget()
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", kernel.FallbackWarning)
-        yield
-    kernel.forget()
+pytestmark = pytest.mark.usefixtures("kernels_on_cpu")
 
 
 def normal(*shape: int, grad: bool = False) -> Tensor:

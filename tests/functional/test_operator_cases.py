@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from tests.support.operator_cases import ARGUMENTS, GRAPHS, check
-from tlxgen.functional import dispatch
-from tlxgen.runtime import checks, kernel
 
-
-@pytest.fixture(autouse=True)
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dispatch, "kernels_here", lambda: True)
-    monkeypatch.setattr(checks, "DEVICE", "cpu")
-    monkeypatch.setattr(kernel, "_current_device", lambda: None)
-    kernel.forget()
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", kernel.FallbackWarning)
-        yield
-    kernel.forget()
+pytestmark = pytest.mark.usefixtures("kernels_on_cpu")
 
 
 @pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "scaled_grouped_mm"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +15,13 @@ from tlxgen.functional import dispatch
 from tlxgen.functional import scaled as functional_scaled
 from tlxgen.ops import accuracy
 from tlxgen.runtime import checks as eligible
-from tlxgen.runtime import kernel as runtime
 from tlxgen.runtime.kernel import Choice, Kernel
 
 E, ROWS, N, K = 3, 40, 32, 48
 GROUPED = ops.get("grouped_gemm")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_remembered() -> Iterator[None]:
-    runtime.forget()
-    yield
-    runtime.forget()
+pytestmark = pytest.mark.usefixtures("no_cached_kernels")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,11 +34,7 @@ attention: Callable[..., Any] = functional.attention
 scaled_dot_product_attention: Callable[..., Tensor] = functional.scaled_dot_product_attention
 
 
-@pytest.fixture(autouse=True)
-def _nothing_remembered() -> Iterator[None]:
-    runtime.forget()
-    yield
-    runtime.forget()
+pytestmark = pytest.mark.usefixtures("no_cached_kernels")
 
 
 @dataclass

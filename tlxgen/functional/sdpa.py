@@ -29,14 +29,13 @@ from tlxgen.functional.attention_call import (
     with_four_dims,
 )
 from tlxgen.ops import torch_functions
-from tlxgen.ops.attention.problem import Causal
+from tlxgen.ops.attention.problem import LARGEST_HEAD, Causal
 from tlxgen.runtime import checks
 from tlxgen.runtime.checks import transformed, transformed_in_graph
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
-_LARGEST_HEAD = 256
 _NUMBERS = frozenset({int, float})
 _TRANSFORMED = "attention: kernels know neither functorch's transforms nor forward-mode differentiation"
 
@@ -222,7 +221,7 @@ def _in_graph(q: Tensor, k: Tensor, v: Tensor, *, gqa: bool) -> bool:
     ):
         return False
     heads, kv_heads, head_dim = q.shape[-3], k.shape[-3], q.shape[-1]
-    if head_dim != k.shape[-1] or head_dim % 8 or head_dim > _LARGEST_HEAD:
+    if head_dim != k.shape[-1] or head_dim % 8 or head_dim > LARGEST_HEAD:
         return False
     if heads % kv_heads if gqa else heads != kv_heads:
         return False

@@ -20,6 +20,7 @@ from tlxgen.functional import dispatch
 from tlxgen.functional import varlen_backward as backward
 from tlxgen.functional.attention_call import CALLER, GRADIENTS, NOBODY
 from tlxgen.functional.varlen_call import CALLS, Call, Mask, attention_varlen, find, recorded
+from tlxgen.ops.attention.problem import LARGEST_HEAD
 from tlxgen.runtime import checks
 from tlxgen.runtime.checks import as_given, transformed, transformed_in_graph
 
@@ -36,7 +37,6 @@ else:
 __all__ = ["varlen_attn"]
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
-_LARGEST_HEAD = 256
 _NUMBERS = frozenset({int, float})
 
 
@@ -144,7 +144,7 @@ def _fit(tensors: Sequence[Tensor], gqa: bool) -> bool:
     if (q.dim(), k.dim(), ends_q.dim()) != (3, 3, 1) or k.shape != v.shape or ends_q.shape != ends_k.shape:
         return False
     heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
-    if head_dim != k.shape[2] or head_dim % 8 or head_dim > _LARGEST_HEAD or ends_q.shape[0] < 2:
+    if head_dim != k.shape[2] or head_dim % 8 or head_dim > LARGEST_HEAD or ends_q.shape[0] < 2:
         return False
     return bool(heads % kv_heads == 0 if gqa else heads == kv_heads)
 

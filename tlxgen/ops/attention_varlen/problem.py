@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from tlxgen.ops.attention.problem import (
+    LARGEST_HEAD,
     LARGEST_SOFTCAP,
     AttentionProblem,
     Causal,
@@ -49,7 +50,7 @@ class AttentionVarlenProblem(Problem):
     B: int = Field(ge=0, le=2**20)
     H: int = Field(ge=1, le=2**12)
     total_q: int = Field(ge=0, le=_LONGEST)
-    D: int = Field(ge=8, le=256, multiple_of=8)
+    D: int = Field(ge=8, le=LARGEST_HEAD, multiple_of=8)
     kv_heads: int = Field(ge=1, description="heads of k and v, H by default")
     total_kv: int = Field(ge=0, le=_LONGEST, description="keys of all sequences, total_q by default")
     max_q: int = Field(ge=0, le=_LONGEST, description="rows of the longest sequence, by default the average")
